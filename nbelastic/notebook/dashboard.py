@@ -1,34 +1,27 @@
-"""The dashboard, a widget. It sends state to its views, passes their commands to the driver, and answers their queries."""
+"""The dashboard, a widget. It sends state to its views, passes their requests to the driver, and answers their queries."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import anywidget
 import traitlets
 
 from nbelastic.errors import NbelasticError
-from nbelastic.notebook.dashboard_queries import answer_query
+from nbelastic.notebook.dashboard_contract import AnyAnswer, AnyRequest, FrameQuery
+from nbelastic.notebook.dashboard_queries import answer_query, decode_query
 from nbelastic.notebook.dashboard_state import DashboardState
 from nbelastic.notebook.status_text import stable_html, stable_text
+from nbelastic.notebook.widget_files import widget_text
 from nbelastic.protocol.status import Status
 
 if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
 
 MAX_WAITING_ANSWERS = 64
-_COMMANDS = ("add_host", "remove_host", "restart", "scale", "stop_job", "stop")
-
-
-def _asset(name: str) -> str:
-    """Read a file of the widget. A wheel has it in static/, a checkout in widgets/."""
-    here = Path(__file__).parent
-    packaged = here / "static" / name
-    path = packaged if packaged.exists() else here.parents[1] / "widgets" / name
-    return path.read_text(encoding="utf-8")
+_REQUESTS = frozenset(request.__struct_config__.tag for request in get_args(AnyRequest))
 
 
 class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries no types here
@@ -38,8 +31,8 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
     They are written at most 4 times per second, and only if something has changed.
     """
 
-    _esm = _asset("dashboard.js")
-    _css = _asset("dashboard.css")
+    _esm = widget_text("dashboard.js")
+    _css = widget_text("dashboard.css")
     state = traitlets.Dict().tag(sync=True)
     change = traitlets.Dict().tag(sync=True)
 
@@ -90,25 +83,24 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
                 self.change = self._view_state.change
 
     def _handle_message(self, _: object, content: Any, __: object) -> None:
-        """Handle a message of a view: a command of the user, or a query."""
+        """Handle a message of a view: a request of the user, or a query."""
         if not isinstance(content, dict):
             return
         key = content.get("id")
 
-        def reply(answer: dict[str, Any]) -> None:
+        def reply(answer: AnyAnswer) -> None:
             self._answers.append({"reply": key, **answer})
             self._cluster.show_again()
 
-        if content.get("ask") == "frame":
-            self._key_frame_requested = True
-            reply({})
-        elif "ask" in content:
-            answer_query(self._cluster, content, reply)
-        elif str(content.get("order")) in _COMMANDS:
-            try:
+        try:
+            if "ask" in content:
+                query = decode_query(content)
+                self._key_frame_requested |= isinstance(query, FrameQuery)
+                answer_query(self._cluster, query, reply)
+            elif str(content.get("order")) in _REQUESTS:
                 self._cluster.order(content, by="dashboard")
-            except NbelasticError as error:
-                reply({"error": str(error)})
+        except NbelasticError as error:
+            reply({"error": str(error)})
 
     def _handle_clicks_during_cells(self) -> None:
         """Have clicks handled while a cell runs.

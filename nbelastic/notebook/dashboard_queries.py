@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, assert_never
 
-from nbelastic.errors import NbelasticError, UsageError
+import msgspec
+
+from nbelastic.errors import UsageError
+from nbelastic.notebook.dashboard_contract import (
+    AnyAnswer,
+    AnyQuery,
+    FrameQuery,
+    HelloQuery,
+    HistoryAnswer,
+    HistoryQuery,
+    LogsAnswer,
+    LogsQuery,
+    StackGroup,
+    StacksAnswer,
+    StacksQuery,
+    TraceQuery,
+    Writer,
+)
 from nbelastic.notebook.dashboard_state import event_entries
 from nbelastic.notebook.log_folding import fold_lines, pack_lines
 from nbelastic.notebook.stack_groups import group_equal_stacks
@@ -18,32 +35,34 @@ MAX_EVENTS = 400  # in one answer
 MAX_LINES = 1000  # of output in one answer, after equal lines of several workers were folded
 MAX_LINES_TO_FOLD = 20_000  # so many that enough are left after folding equal lines of many ranks
 
-Json = dict[str, Any]
 
-
-def answer_query(cluster: Cluster, query: Mapping[str, Any], reply: Callable[[Json], None]) -> None:
-    """Call `reply(answer)`, at once or later from the connection's thread. An error becomes an answer too."""
+def decode_query(message: Any) -> AnyQuery:
+    """Return a view's message as a query. UsageError if it is not one."""
     try:
-        match dict(query):
-            case {"ask": "hello"}:
-                reply({})
-            case {"ask": "history", **rest}:
-                before = rest.get("before")
-                reply(_history(cluster, before if isinstance(before, int) else None))
-            case {"ask": "logs", "since": int(since), **rest}:
-                worker = rest.get("worker")
-                reply(_logs(cluster, worker if isinstance(worker, str) else None, since))
-            case {"ask": "stacks"}:
-                cluster.ask_stacks(lambda stacks: reply(_stacks(stacks)))
-            case {"ask": "trace"}:
-                reply({"trace": cluster.trace()})
-            case _:
-                raise UsageError("unknown query")
-    except NbelasticError as error:
-        reply({"error": str(error)})
+        query: AnyQuery = msgspec.convert(message, AnyQuery)
+    except msgspec.ValidationError as error:
+        raise UsageError("unknown query") from error
+    return query
 
 
-def _history(cluster: Cluster, before: int | None) -> Json:
+def answer_query(cluster: Cluster, query: AnyQuery, reply: Callable[[AnyAnswer], None]) -> None:
+    """Call `reply(answer)`, at once or later from the connection's thread."""
+    match query:
+        case HelloQuery() | FrameQuery():
+            reply({})
+        case HistoryQuery(before=before):
+            reply(_history(cluster, before))
+        case LogsQuery(worker=worker, since=since):
+            reply(_logs(cluster, worker, since))
+        case StacksQuery():
+            cluster.ask_stacks(lambda stacks: reply(_stacks(stacks)))
+        case TraceQuery():
+            reply({"trace": cluster.trace()})
+        case _:
+            assert_never(query)
+
+
+def _history(cluster: Cluster, before: int | None) -> HistoryAnswer:
     events, count = cluster.numbered_events()
     oldest = count - len(events) + 1
     end = len(events) if before is None else max(0, min(len(events), before - oldest))
@@ -51,7 +70,7 @@ def _history(cluster: Cluster, before: int | None) -> Json:
     return {"events": event_entries(events[start:end], oldest + start), "oldest": oldest}
 
 
-def _logs(cluster: Cluster, worker: str | None, since: int) -> Json:
+def _logs(cluster: Cluster, worker: str | None, since: int) -> LogsAnswer:
     job = cluster.job
     if job is None:
         return {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "writers": []}
@@ -65,14 +84,14 @@ def _logs(cluster: Cluster, worker: str | None, since: int) -> Json:
         "lines": lines,
         "unfinished": unfinished,
         "next": lines_since[-1][1].number if lines_since else since,
-        "writers": job.writers,
+        "writers": [Writer(*writer) for writer in job.writers],
     }
 
 
-def _stacks(stacks: Iterable[WorkerStack]) -> Json:
-    groups = [
+def _stacks(stacks: Iterable[WorkerStack]) -> StacksAnswer:
+    groups: list[StackGroup] = [
         {
-            "workers": [[stack.worker, stack.rank] for stack in group],
+            "workers": [Writer(stack.worker, stack.rank) for stack in group],
             "place": group[0].place,
             "text": group[0].text,
             "note": group[0].note,

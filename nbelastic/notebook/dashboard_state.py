@@ -6,12 +6,13 @@ Pure functions of a `Status` and the last events. A view that is opened later re
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from nbelastic.client.trace import in_order
+from nbelastic.notebook.dashboard_contract import ClusterView, Event, Host, WorkerRow
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 
 MAX_EVENTS = 12  # the newest events, which are part of the state
@@ -27,7 +28,7 @@ class DashboardState:
     def __init__(self) -> None:
         self.state: Json = {"n": 0}
         self.change: Json = {}
-        self._shown: Json = {}
+        self._shown: Mapping[str, Any] = {}
         self._whole = False
 
     def send_key_frame(self) -> None:
@@ -53,9 +54,9 @@ class DashboardState:
         return True
 
 
-def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> Json:
+def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> ClusterView:
     """Return all that a view shows, except the time."""
-    workers: dict[str, Json] = {host.name: {} for host in status.hosts}
+    workers: dict[str, dict[str, WorkerRow]] = {host.name: {} for host in status.hosts}
     for worker in status.workers:
         workers.setdefault(worker.host, {})[worker.id[len(worker.host) + 1 :]] = _worker(worker)
     shown = events[-MAX_EVENTS:]
@@ -71,30 +72,35 @@ def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> Json
         "outcome": status.outcome,
         "step": status.step,
         "total": status.total,
-        "steps_per_second": _rounded(status.steps_per_second),
+        "steps_per_second": None if status.steps_per_second is None else _five_digits(status.steps_per_second),
         "report": {name: _rounded(value) for name, value in status.report.items()},
         "curves": {name: [_rounded(value) for value in values] for name, values in status.curves.items()},
         "failed_at": status.failed_at,
-        "hosts": {host.name: _host(host, status.time) | {"workers": workers[host.name]} for host in status.hosts},
+        "hosts": {host.name: _host(host, workers[host.name], status.time) for host in status.hosts},
         "events": event_entries(shown, count - len(shown) + 1),
         "orders": [msgspec.to_builtins(order) for order in status.orders],
     }
 
 
-def event_entries(events: Sequence[EventRecord], first: int) -> list[Json]:
+def event_entries(events: Sequence[EventRecord], first: int) -> list[Event]:
     """Return events as plain JSON, numbered `n` from `first` on, with the phases of changes in order."""
     return [
         {
-            **msgspec.to_builtins(event),
-            "time": round(event.time, 3),
-            "took": {phase: round(took, 2) for phase, took in in_order(event.took).items()},
             "n": n,
+            "time": round(event.time, 3),
+            "kind": event.kind,
+            "text": event.text,
+            "host": event.host,
+            "worker": event.worker,
+            "generation": event.generation,
+            "took": {phase: round(took, 2) for phase, took in in_order(event.took).items()},
+            "size": event.size,
         }
         for n, event in enumerate(events, first)
     ]
 
 
-def merge_patch(old: Json, new: Json) -> Json:
+def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> Json:
     """Return the merge patch from `old` to `new`. None in `new` means the same as a missing name."""
     out: Json = {name: None for name, value in old.items() if value is not None and new.get(name) is None}
     for name, value in new.items():
@@ -108,35 +114,27 @@ def merge_patch(old: Json, new: Json) -> Json:
     return out
 
 
-def _host(host: HostStatus, now: float) -> Json:
+def _host(host: HostStatus, workers: dict[str, WorkerRow], now: float) -> Host:
     until = {str(slot): round(now + left, 1) for slot, left in host.slots_in_backoff.items()}
     return {
         "address": host.address,
         "slots": host.slots,
         "phase": host.phase,
         "reason": host.reason,
-        "until": round(now + host.backoff_until, 1) if host.backoff_until else 0,
+        "backoff_until": round(now + host.backoff_until, 1) if host.backoff_until else 0,
         "cpu": None if host.cpu is None else round(host.cpu),
         "memory": _megabytes(host.memory),
-        "of": _megabytes(host.memory_total),
+        "memory_total": _megabytes(host.memory_total),
         "gpus": [list(gpu) for gpu in host.gpus],
-        "slots_until": until,
+        "slots_backoff_until": until,
+        "workers": workers,
     }
 
 
-def _worker(worker: WorkerStatus) -> list[Any]:
+def _worker(worker: WorkerStatus) -> WorkerRow:
     cpu = None if worker.cpu is None else round(worker.cpu)
     memory = _megabytes(worker.memory)
-    return [
-        worker.rank,
-        worker.state,
-        worker.behind,
-        worker.restarts,
-        worker.pid,
-        cpu,
-        memory,
-        worker.reason,
-    ]
+    return WorkerRow(worker.rank, worker.state, worker.behind, worker.restarts, worker.pid, cpu, memory, worker.reason)
 
 
 def _megabytes(count: int | None) -> int | None:
@@ -144,8 +142,12 @@ def _megabytes(count: int | None) -> int | None:
     return None if count is None else 10 * round(count / MB / 10)
 
 
-def _rounded(value: float | str | None) -> float | str | None:
+def _rounded(value: float | str) -> float | str:
     """Round to what is shown. JSON has no NaN, so a loss that is NaN is sent as text. Text stays as it is."""
-    if value is None or isinstance(value, str):
+    if isinstance(value, str):
         return value
-    return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+    return _five_digits(value) if math.isfinite(value) else str(value)
+
+
+def _five_digits(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msgspec import Struct
 
+from nbelastic.notebook.dashboard_contract import OutputLine, Writer
 from nbelastic.protocol.output_buffer import Line
 
-CLOSE = 200  # equal lines of different workers are folded within so many lines; dashboard.js has the same rule
-
-Writer = tuple[str, int | None]  # a worker's id, and its rank when it printed the line
+CLOSE = 200  # equal lines of different workers are folded within so many lines; log_fold.js has the same rule
 
 
 class Folded(Struct):
@@ -39,21 +37,18 @@ def fold_lines(lines: Iterable[tuple[str, Line]]) -> list[Folded]:
             while known[0] < at - CLOSE:
                 known.popleft()
             folded.append(Folded(line.number, line.stream, line.text, []))
-        folded[at].writers.append((worker, line.rank))
+        folded[at].writers.append(Writer(worker, line.rank))
         folded[at].number = max(folded[at].number, line.number)
         last[worker] = at
     return folded
 
 
-def pack_lines(groups: Sequence[Sequence[Folded]]) -> tuple[list[Writer], list[list[list[Any]]]]:
-    """Return all writers once, and the lines of each group as [number, stream, text, runs].
-
-    A run [i, j] means the writers from i to j.
-    """
+def pack_lines(groups: Sequence[Sequence[Folded]]) -> tuple[list[Writer], list[list[OutputLine]]]:
+    """Return all writers once, and the lines of each group. A line names its writers by runs of their places."""
     writers = sorted({w for lines in groups for line in lines for w in line.writers}, key=_by_rank)
     place = {writer: i for i, writer in enumerate(writers)}
     rows = [
-        [[line.number, line.stream, line.text, _runs([place[w] for w in line.writers])] for line in lines]
+        [OutputLine(line.number, line.stream, line.text, _runs([place[w] for w in line.writers])) for line in lines]
         for lines in groups
     ]
     return writers, rows

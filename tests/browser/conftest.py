@@ -1,4 +1,4 @@
-"""A real JupyterLab and a real browser. Whatever these fixtures start, they end, by its own id."""
+"""A real JupyterLab, a real browser, and the view by itself. Each fixture ends the processes that it starts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import subprocess
 import sys
 import time
 import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from fake_view import View
 from playwright.sync_api import expect
+from view_samples import NOW
 
-expect.set_options(timeout=30_000)  # milliseconds; for whichever file a process runs
+expect.set_options(timeout=30_000)  # milliseconds
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "notebook"))  # for the fake cluster
 CHROMIUM = "/usr/bin/chromium"
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 SETTINGS = {
@@ -29,7 +31,7 @@ SETTINGS = {
 
 
 def pytest_collection_modifyitems(items):
-    """Without a browser there is nothing to test here."""
+    """Skip tests that need a browser if there is none."""
     missing = not Path(CHROMIUM).exists() or shutil.which("jupyter-lab", path=str(Path(sys.executable).parent)) is None
     for item in items:
         if missing and item.get_closest_marker("browser"):
@@ -38,18 +40,18 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def browser_type_launch_args():
-    """Debian's browser, without what it would fetch by itself."""
+    """Debian's browser, which must not fetch updates."""
     quiet = ["--disable-background-networking", "--disable-component-update", "--no-first-run"]
     return {"executable_path": CHROMIUM, "args": ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *quiet]}
 
 
 @pytest.fixture(scope="session")
 def base_url():
-    """pytest-base-url's own is a method of its plugin, which pytest 9 warns about."""
+    """Replaces the fixture of pytest-base-url, a method of a plugin, about which pytest 9 warns."""
 
 
 class Lab:
-    """A server of its own folder, settings and port, with a token. `app`: lab, or notebook for Jupyter Notebook 7."""
+    """A server with its own folder, settings, port and token. `app`: lab, or notebook for Jupyter Notebook 7."""
 
     def __init__(self, folder: Path, theme: str, app: str) -> None:
         self.folder = folder
@@ -64,8 +66,7 @@ class Lab:
     def __enter__(self) -> Self:
         self._write_settings()
         places = {f"JUPYTER_{name}_DIR": str(self.folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "notebook")])
-        settings = {"JUPYTERLAB_SETTINGS_DIR": str(self.folder / "settings"), "PYTHONPATH": path}
+        settings = {"JUPYTERLAB_SETTINGS_DIR": str(self.folder / "settings"), "PYTHONPATH": str(ROOT)}
         self.log = (self.folder / "lab.log").open("wb")
         module, name = {"lab": ("jupyterlab", "LabApp"), "notebook": ("notebook", "JupyterNotebookApp")}[self.app]
         command = [sys.executable, "-m", module, "--no-browser", "--allow-root", "--ip=127.0.0.1"]
@@ -87,7 +88,7 @@ class Lab:
         self.log.close()
 
     def write(self, name: str, *cells: str) -> str:
-        """A notebook of these cells in the folder `self.place`, where its kernel runs; its address, in a workspace of its own."""
+        """Write a notebook to the folder `self.place`, in which its kernel runs. Return its address, in its own workspace."""
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         made = [
             {
@@ -108,18 +109,18 @@ class Lab:
         return f"{self.address}/{view}/{name}/{name}.ipynb?token={self.token}"
 
     def end_kernels(self) -> None:
-        """Each has a moment to end its cluster."""
-        for session in json.load(self._ask("GET", "sessions")):
-            self._ask("DELETE", f"sessions/{session['id']}").close()
+        """End all kernels. Each has some time to end its cluster."""
+        for session in json.load(self._request("GET", "sessions")):
+            self._request("DELETE", f"sessions/{session['id']}").close()
 
-    def _ask(self, method: str, what: str) -> Any:
+    def _request(self, method: str, path: str) -> Any:
         headers = {"Authorization": f"token {self.token}"}
-        request = urllib.request.Request(f"{self.address}/api/{what}", headers=headers, method=method)
+        request = urllib.request.Request(f"{self.address}/api/{path}", headers=headers, method=method)
         return urllib.request.urlopen(request, timeout=20)
 
     def _write_settings(self) -> None:
         (self.folder / "work").mkdir()
-        if self.app != "lab":  # it knows few of JupyterLab's settings
+        if self.app != "lab":  # Notebook has few of JupyterLab's settings
             return
         themes = {"apputils-extension/themes": {"theme": THEMES[self.theme]}}
         for name, content in {**SETTINGS, **themes}.items():
@@ -153,3 +154,25 @@ def lab(server):
     """A running server; each test's kernels end with the test."""
     yield server
     server.end_kernels()
+
+
+@pytest.fixture
+def view(page):
+    """The view in an empty page. The test fails if the browser has logged an error or warning."""
+    complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "warning") else None)
+    yield View(page)
+    assert complaints == []
+
+
+@pytest.fixture
+def clock(page):
+    """The browser's clock, which a test can advance; it begins with the kernel's time."""
+    page.clock.install(time=datetime.fromtimestamp(NOW, UTC))
+    return page.clock
+
+
+@pytest.fixture
+def requests(view):
+    return view.page.get_by_role("status", name="Orders")

@@ -1,4 +1,4 @@
-// What the notebook gives a widget, without a notebook: values, listeners, and a list of what was sent up.
+// The model of a widget, without a notebook: values, listeners, and a list of the messages that the view has sent.
 
 export class FakeModel {
   constructor(state) {
@@ -6,7 +6,7 @@ export class FakeModel {
     this.comm_live = true;
     this.listeners = []; // [name, listener]
     this.sent = [];
-    this.answers = {}; // by question: what the kernel would reply, at once
+    this.answers = {}; // by query: the kernel's answer, sent at once
   }
 
   get(name) {
@@ -22,18 +22,18 @@ export class FakeModel {
   }
 
   send(content) {
-    if (this.broken) throw new Error(this.broken);
+    if (this.sendError) throw new Error(this.sendError);
     this.sent.push(content);
     const answer = this.answers[content.ask];
-    if (answer) queueMicrotask(() => this.say({ ...answer, reply: content.id }));
+    if (answer) queueMicrotask(() => this.deliver({ ...answer, reply: content.id }));
   }
 
-  tell(values) {
+  update(values) {
     Object.assign(this.values, values);
     for (const name of Object.keys(values)) this.fire(`change:${name}`);
   }
 
-  say(content) {
+  deliver(content) {
     this.fire("msg:custom", content);
   }
 

@@ -125,8 +125,8 @@ def test_a_view_tails_the_output(cluster, dashboard, replies):
     click(dashboard, {"ask": "logs", "id": "q", "worker": None, "since": 2})
     answer = replies.pop()
     assert answer["speakers"] == [("a/0#1", 0), ("a/1#1", 1)]
-    assert answer["lines"] == [[3, "err", "line 3", [[1, 1]]], [4, "out", "line 4", [[0, 0]]]]
-    assert answer["unfinished"] == [[0, "err", "50 %", [[0, 1]]]]
+    assert answer["lines"] == [(3, "err", "line 3", [[1, 1]]), (4, "out", "line 4", [[0, 0]])]
+    assert answer["unfinished"] == [(0, "err", "50 %", [[0, 1]])]
     assert (answer["job"], answer["next"], answer["writers"]) == ("job-1", 4, [("a/0#1", 0), ("a/1#1", 1)])
     click(dashboard, {"ask": "logs", "id": "q", "worker": "a/1#1", "since": 4})
     assert (replies[-1]["lines"], replies.pop()["next"]) == ([], 4)
@@ -178,15 +178,15 @@ def test_a_view_asks_where_everybody_is(cluster, dashboard, replies):
     assert replies.pop() == {
         "reply": "s",
         "stacks": [
-            {"workers": [["a/0#1", 0], ["b/0#1", 2]], "place": "train.py:9", "text": "all_reduce", "note": ""},
+            {"workers": [("a/0#1", 0), ("b/0#1", 2)], "place": "train.py:9", "text": "all_reduce", "note": ""},
             {
-                "workers": [["a/1#1", 1]],
+                "workers": [("a/1#1", 1)],
                 "place": "train.py:4 in load",
                 "text": "sleep",
                 "note": "1 commit behind",
             },
         ],
-        "silent": [["b/1#1", None]],
+        "silent": [("b/1#1", None)],
     }
 
 

@@ -143,4 +143,6 @@ def test_a_cooldown_ends_at_a_time_that_does_not_move():
         host = HostStatus("a", "", 1, "backoff", "", 5.0 - passed, slots_in_backoff={0: 5.0 - passed})
         status = Status("s", "waiting", "", 0, 0, 1, None, (host,), (), None, "", time=100.0 + passed)
         assert frames.update(status, [], 0) == (passed == 0.0)
-    assert frames.state["hosts"]["a"]["until"] == frames.state["hosts"]["a"]["slots_until"]["0"] == 105.0
+    assert (
+        frames.state["hosts"]["a"]["backoff_until"] == frames.state["hosts"]["a"]["slots_backoff_until"]["0"] == 105.0
+    )

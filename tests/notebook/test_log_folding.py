@@ -37,4 +37,4 @@ def test_writers_are_sent_once_and_lines_name_them_by_runs():
     said = [("c", "out", "x", 2), ("a", "out", "x", 0), ("b", "out", "x", 1), ("s", "err", "y", None)]
     writers, (rows, none) = pack_lines((fold_lines(lines(*said)), []))
     assert writers == [("a", 0), ("b", 1), ("c", 2), ("s", None)]
-    assert (rows, none) == ([[3, "out", "x", [[0, 2]]], [4, "err", "y", [[3, 3]]]], [])
+    assert (rows, none) == ([(3, "out", "x", [[0, 2]]), (4, "err", "y", [[3, 3]])], [])

@@ -1,0 +1,85 @@
+"""The overview of the view by itself, in a page without a notebook, and how updates are shown."""
+
+from __future__ import annotations
+
+import pytest
+from fake_view import panel
+from playwright.sync_api import expect
+from view_samples import ANSWERS, NOW, event, host, logs, state, worker
+
+pytestmark = pytest.mark.browser
+
+
+def test_the_overview_shows_what_matters(view, clock):
+    """Phase and reason, world, steps and their total, speed, time left, reports with their curves, and the last failure."""
+    curves = {"loss": [2.3, 1.0, 0.21]}
+    view.open(state(total=10_000, report={"loss": 0.21}, curves=curves, failed_at=NOW - 185, steps_per_second=50.0))
+    expect(view.page.locator(".nbe-phase")).to_have_text("running")
+    expect(view.page.locator(".nbe-reason")).to_have_text("4 workers train in generation 3")
+    facts = view.page.locator(".nbe-facts").first
+    for text in ("4 / 2–8", "1,234 of 10,000", "50", "about 2 min", "0.21"):
+        expect(facts).to_contain_text(text)
+    expect(view.page.get_by_role("img", name="loss from 2.3 to 0.21")).to_be_visible()
+    expect(view.page.get_by_role("progressbar")).to_have_attribute("aria-valuetext", "1,234 of 10,000 steps")
+    expect(view.root).to_contain_text("3 min since the last failure")
+    clock.fast_forward(60_000)
+    expect(view.root).to_contain_text("4 min since the last failure")
+
+
+def test_between_jobs_the_overview_shows_how_many_are_ready(view):
+    """A cluster without a job is ready when enough workers are ready; before, it waits."""
+    ready = {"gpu1": host([worker(None, "ready"), worker(None, "ready")])}
+    view.open(state(phase="waiting", reason="2 workers ready", job=None, world_size=0, hosts=ready))
+    expect(view.page.locator(".nbe-phase")).to_have_text("ready")
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("2 / 2–8")
+    expect(view.page.get_by_role("progressbar")).to_have_count(0)
+    view.patch(hosts={"gpu1": {"workers": {"1#1": None}}})
+    expect(view.page.locator(".nbe-phase")).to_have_text("waiting")
+
+
+def test_a_change_is_shown_only_with_its_own_key_frame(view):
+    """A patch for another key frame is ignored; the next key frame replaces all."""
+    view.open(state())
+    facts = view.page.locator(".nbe-facts").first
+    view.patch(base=7, step=9999)
+    view.patch(base=1, step=2345)
+    expect(facts).to_contain_text("2,345")
+    view.update(state=state(n=7, step=7000), change={"base": 7, "patch": {"step": 7001}})
+    expect(facts).to_contain_text("7,001")
+
+
+def test_an_update_keeps_the_nodes_that_remain(view):
+    """Updates make no new nodes for parts that remain, and the focus stays where it is."""
+    view.open(state())
+    chip = view.page.locator(".nbe-chip").nth(2)
+    chip.evaluate("node => { node.kept = true; node.focus(); }")
+    view.patch(step=2000, hosts={"gpu2": {"workers": {"0#1": worker(2, behind=4)}}, "gpu3": host([worker(4)])})
+    expect(chip).to_contain_text("4 behind")
+    view.patch(step=2001, hosts={"gpu1": None, "gpu2": {"workers": {"0#1": worker(0, behind=5)}}})
+    expect(view.page.get_by_role("rowheader", name="gpu1")).to_have_count(0)
+    first = view.page.locator(".nbe-chip").first
+    expect(first).to_contain_text("5 behind")
+    assert first.evaluate("node => node.kept && node === document.activeElement")
+
+
+def test_losses_are_spoken_and_numbers_are_not(view):
+    """Screen readers get a summary of what changed, and not each step."""
+    view.open(state())
+    news = view.page.get_by_role("status", name="News")
+    view.patch(step=1300)
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("1,300")
+    expect(news).to_have_text("")
+    view.patch(world_size=3, events=[event(1), event(2, "worker-lost", "gpu2/1#1 was killed")])
+    expect(news).to_have_text("3 workers in the world. gpu2/1#1 was killed")
+
+
+def test_text_from_outside_stays_text(view):
+    """Markup in names, reasons, reports and lines is shown as it is written."""
+    markup = "<img src=x onerror=complain()>"
+    row = worker(0, reason=markup)
+    hosts = {markup: host([row], reason=markup, address=markup)}
+    everything = {"reason": markup, "hosts": hosts, "report": {markup: markup}, "events": [event(9, text=markup)]}
+    view.open(state(**everything), {**ANSWERS, "logs": logs((0, "out", markup))})
+    expect(view.page.get_by_role("rowheader")).to_contain_text(markup)
+    expect(panel(view, "Logs")).to_contain_text(markup)
+    expect(view.page.locator(".nbe img")).to_have_count(0)

@@ -1,0 +1,87 @@
+"""The timeline: events, the trace, and answers of the kernel."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from fake_view import button
+from playwright.sync_api import expect
+from view_samples import ANSWERS, HISTORY, event, state
+
+pytestmark = pytest.mark.browser
+
+
+def test_the_timeline_joins_older_and_new_events(view):
+    """The kernel is asked once; a change opens to its phases and reasons."""
+    view.open(state(events=HISTORY[-2:]), ANSWERS)
+    log = view.page.get_by_role("list", name="Events, newest first")
+    expect(log.locator("> li")).to_have_count(5)
+    assert view.sent("ask") == [{"ask": "history", "before": None}]
+    view.patch(events=[*HISTORY[-2:], event(6, "host-added", "gpu3 with 2 slots", size=5)])
+    expect(log.locator("> li").first).to_contain_text("gpu3 with 2 slots")
+    expect(
+        view.page.get_by_role("img", name=re.compile("Size of the world .* 5 now, 5 at most, 6 events"))
+    ).to_be_visible()
+    log.get_by_text("first step of generation 2 · 71 ms in all").click()
+    expect(log.get_by_role("row", name="abort")).to_contain_text("12 ms")
+    expect(log.locator("ul.nbe-why > li")).to_have_text(["gpu2/1#1 was killed", "gpu2/1#1 died"])
+    assert len(view.sent("ask")) == 1
+
+
+def test_events_are_filtered_by_kind(view):
+    """All, changes of the world, or failures."""
+    view.open(state(events=HISTORY[-2:]), ANSWERS)
+    items = view.page.get_by_role("list", name="Events, newest first").locator("> li")
+    expect(items).to_have_count(5)
+    view.page.get_by_label("Show").select_option("changes")
+    expect(items).to_have_count(3)
+    view.page.get_by_label("Show").select_option("failures")
+    expect(items).to_have_count(2)
+    expect(items.last).to_contain_text("gpu2/1#1 was killed")
+
+
+def test_an_error_in_the_driver_is_a_failure(view):
+    """An unexpected error in the driver's code is among the failures, with its sign."""
+    fault = event(1, "driver-error", "the host discovery: KeyError: 'a'")
+    view.open(state(events=[fault, event(2)]))
+    view.page.get_by_label("Show").select_option("failures")
+    items = view.page.get_by_role("list", name="Events, newest first").locator("> li")
+    expect(items).to_have_count(1)
+    expect(items).to_contain_text("the host discovery: KeyError: 'a'")
+
+
+def test_missing_events_are_asked_for(view):
+    """If more events happen than the state lists, the view asks for the missing ones; a button shows older ones."""
+    view.open(state(events=[]), {"history": {"events": HISTORY[3:], "oldest": 1}})
+    items = view.page.get_by_role("list", name="Events, newest first").locator("> li")
+    expect(items).to_have_count(2)
+    view.page.evaluate("answer => { model.answers.history = answer }", {"events": HISTORY[:3], "oldest": 1})
+    button(view, "Earlier").click()
+    expect(items).to_have_count(5)
+    expect(button(view, "Earlier")).to_be_disabled()
+    missed = {"events": [event(n) for n in range(6, 20)], "oldest": 1}
+    view.page.evaluate("answer => { model.answers.history = answer }", missed)
+    view.patch(events=[event(n) for n in range(20, 25)])
+    expect(items).to_have_count(24)
+    assert [query["before"] for query in view.sent("ask")] == [None, 4, 20]
+
+
+def test_the_trace_is_saved_as_a_file(view):
+    """For Perfetto."""
+    view.open(state(), ANSWERS)
+    with view.page.expect_download() as download:
+        button(view, "Save trace").click()
+    assert download.value.suggested_filename == "nbelastic-trace.json"
+    assert json.loads(download.value.path().read_text()) == ANSWERS["trace"]["trace"]
+
+
+def test_answers_to_other_views_are_ignored(view):
+    """The kernel sends answers to all views; each view takes its own. An error is shown."""
+    view.open(state(events=[]))
+    items = view.page.get_by_role("list", name="Events, newest first").locator("> li")
+    view.page.evaluate("events => model.deliver({reply: 'another-1', events, oldest: 1})", HISTORY)
+    view.page.evaluate("([id, error]) => model.deliver({reply: id, error})", [view.last_id("ask"), "it is forgotten"])
+    expect(view.page.get_by_role("tabpanel", name="Timeline")).to_contain_text("it is forgotten")
+    expect(items).to_have_count(0)

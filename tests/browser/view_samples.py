@@ -1,0 +1,100 @@
+"""States of clusters, events and answers of the kernel, as the dashboard's Python side sends them."""
+
+from __future__ import annotations
+
+NOW = 1_753_000_000.0  # the kernel's clock in each test
+CHANGE = {"detect": 3.2, "abort": 12.4, "form": 29.0, "sync": 4.5, "first step": 18.1, "all": 71.2}
+
+
+def worker(rank=None, state="running", behind=0, restarts=0, pid=4711, cpu=97, memory=320, reason=""):
+    return [rank, state, behind, restarts, pid, cpu, memory, reason]
+
+
+def host(workers, slots=None, **more):
+    """`workers`: a list with one worker per slot, or a dict as in the contract."""
+    named = workers if isinstance(workers, dict) else {f"{slot}#1": row for slot, row in enumerate(workers)}
+    plain = {"address": "10.0.0.1", "slots": slots or len(named), "phase": "up", "reason": "", "backoff_until": 0}
+    usage = {"cpu": 63, "memory": 41_200, "memory_total": 128_000, "gpus": []}
+    return {**plain, **usage, "workers": named, "slots_backoff_until": {}, **more}
+
+
+def event(n, kind="host-up", text="gpu1 is up", *, ago=0.0, size=4, **more):
+    known = {"host": "", "worker": "", "generation": 3, "took": {}}
+    return {"n": n, "time": NOW - ago, "kind": kind, "text": text, "size": size, **known, **more}
+
+
+def request_status(id_, word, why="", by="dashboard", text="the request"):
+    return {"id": id_, "by": by, "text": text, "word": word, "why": why}
+
+
+def state(**more):
+    """A cluster of two hosts that train with four workers."""
+    hosts = {"gpu1": host([worker(0), worker(1)]), "gpu2": host([worker(2), worker(3)], address="10.0.0.2")}
+    world = {
+        "n": 1,
+        "time": NOW,
+        "name": "fake",
+        "phase": "running",
+        "generation": 3,
+        "world_size": 4,
+        "min": 2,
+        "max": 8,
+    }
+    job = {"job": "job-1", "outcome": "", "step": 1234, "total": None, "steps_per_second": 55.123, "report": {}}
+    rest = {"curves": {}, "failed_at": None, "hosts": hosts, "events": [event(1)], "orders": []}
+    return {**world, "reason": "4 workers train in generation 3", **job, **rest, **more}
+
+
+HISTORY = [
+    event(1, "world-formed", "a world of 4", ago=300, size=4),
+    event(2, "worker-lost", "gpu2/1#1 was killed", ago=200, size=3),
+    event(3, "world-broken", "gpu2/1#1 died", ago=199.9, size=3),
+    event(4, "training", "first step of generation 2", ago=199.8, size=3, took=CHANGE),
+    event(5, "worker-ready", "gpu2/1#2 is ready", ago=190, size=3),
+]
+WRITERS = [["gpu1/0#1", 0], ["gpu1/1#1", 1], ["gpu2/0#1", 2], ["gpu2/1#1", 3]]
+STACKS = [
+    {"workers": WRITERS[:2], "place": "train.py:88 in train", "text": "line 88, in train", "note": ""},
+    {"workers": WRITERS[2:3], "place": "data.py:12 in load", "text": "line 12, in load", "note": "3 commits behind"},
+]
+ANSWERS = {
+    "hello": {},
+    "history": {"events": HISTORY, "oldest": 1},
+    "stacks": {"stacks": STACKS, "silent": WRITERS[3:]},
+    "trace": {"trace": {"traceEvents": [{"name": "form", "ph": "X"}]}},
+}
+
+
+def logs(*lines, first=1, job="job-1", unfinished=(), speakers=WRITERS):
+    """An answer with these lines, each given as a rank, a stream and a text."""
+    numbered = [[n, stream, text, [[rank, rank]]] for n, (rank, stream, text) in enumerate(lines, first)]
+    pending = [[0, stream, text, runs] for runs, stream, text in unfinished]
+    rest = {"next": first + len(lines) - 1, "writers": WRITERS, "speakers": speakers}
+    return {"job": job, "lines": numbered, "unfinished": pending, **rest}
+
+
+def crowd():
+    """Long names and reasons, each state of a slot, GPUs, reports and curves."""
+    long = "gpu-node-with-a-rather-long-name.cluster.example.org"
+    slots = {"0#1": worker(3), "1#2": worker(None, "ready", restarts=1), "2#1": worker(None, "lost", reason="signal 9")}
+    hosts = {
+        "localhost": host(
+            [worker(0), worker(1, behind=3), worker(2), worker(None, "starting")], gpus=[[93, 61_000, 80_000]]
+        ),
+        long: host(
+            slots,
+            slots=5,
+            slots_backoff_until={"3": NOW + 3030},
+            phase="draining",
+            reason="to leave at the next commit",
+        ),
+        "gpu3": host(
+            [], slots=2, phase="backoff", reason="ssh said: connection refused", backoff_until=NOW + 3030, cpu=None
+        ),
+    }
+    report = {"loss": 0.2134, "a-report-with-a-rather-long-name": 123456, "lr": "nan"}
+    events = [event(6, "order-refused", "a-word-of-one-hundred-letters-" * 4), event(7, "training", took=CHANGE)]
+    orders = [{"id": "another-1", "by": "%elastic_add", "text": f"add {long}:8", "word": "under way", "why": ""}]
+    curves = {"loss": [2.3, 1.1, 0.5, 0.2134], "accuracy": [0.1, 0.5, 0.97]}
+    figures = {"report": report, "curves": curves, "total": 20_000, "failed_at": NOW - 190}
+    return state(hosts=hosts, events=events, orders=orders, **figures)

@@ -1,0 +1,251 @@
+// Written by widgets/write_contract.py from nbelastic/notebook/dashboard_contract.py. Edit that file.
+
+/** One worker. `behind`: commits that others have made and it has not. `cpu`: percent of one core. `memory`: MB. */
+export type WorkerRow = [rank: number | null, state: string, behind: number, restarts: number, pid: number, cpu: number | null, memory: number | null, reason: string];
+
+/**
+ * One host. `cpu`: percent of all cores. `memory`: MB in use of `memory_total`.
+ *
+ * `backoff_until`: seconds since 1970 at which its back-off ends, 0 if it is not in back-off. `slots_backoff_until`: the
+ * same for each slot in back-off. `gpus`: for each GPU the percent in use, MB in use, and MB in total. `workers`: by
+ * `slot#incarnation`.
+ */
+export interface Host {
+  address: string;
+  slots: number;
+  phase: string;
+  reason: string;
+  backoff_until: number;
+  cpu: number | null;
+  memory: number | null;
+  memory_total: number | null;
+  gpus: number[][];
+  slots_backoff_until: Record<string, number>;
+  workers: Record<string, WorkerRow>;
+}
+
+/**
+ * An event. `n`: its number. `time`: seconds since 1970. `size`: members of the world after it.
+ *
+ * `took`: milliseconds of each phase of a change, in order; `all` is the whole change.
+ */
+export interface Event {
+  n: number;
+  time: number;
+  kind: string;
+  text: string;
+  host: string;
+  worker: string;
+  generation: number;
+  took: Record<string, number>;
+  size: number;
+}
+
+/** A request of a user. `by`: the magic or view it came from. `word`: under way, done or refused. `why`: more about it. */
+export interface RequestStatus {
+  id: string;
+  by: string;
+  text: string;
+  word: string;
+  why: string;
+}
+
+/** All that a view shows, except the time. `failed_at`: seconds since 1970. */
+export interface ClusterView {
+  name: string;
+  phase: string;
+  reason: string;
+  generation: number;
+  world_size: number;
+  min: number;
+  max: number | null;
+  job: string | null;
+  outcome: string;
+  step: number;
+  total: number | null;
+  steps_per_second: number | null;
+  report: Record<string, number | string>;
+  curves: Record<string, (number | string)[]>;
+  failed_at: number | null;
+  hosts: Record<string, Host>;
+  events: Event[];
+  orders: RequestStatus[];
+}
+
+/** The trait `state`. `n`: the number of the key frame. `time`: seconds since 1970. */
+export interface KeyFrame {
+  name: string;
+  phase: string;
+  reason: string;
+  generation: number;
+  world_size: number;
+  min: number;
+  max: number | null;
+  job: string | null;
+  outcome: string;
+  step: number;
+  total: number | null;
+  steps_per_second: number | null;
+  report: Record<string, number | string>;
+  curves: Record<string, (number | string)[]>;
+  failed_at: number | null;
+  hosts: Record<string, Host>;
+  events: Event[];
+  orders: RequestStatus[];
+  n: number;
+  time: number;
+}
+
+/** The trait `change`: empty, or a JSON merge patch (RFC 7386) for the key frame with the number `base`. */
+export interface Change {
+  base?: number;
+  patch?: Record<string, any>;
+}
+
+/** A request of the user. The driver handles it; `KeyFrame.orders` lists its outcome. */
+export interface Request {
+  id?: string;
+}
+
+/** `host`: its name and slots, as `gpu3:2`. */
+export interface AddHost extends Request {
+  order: "add_host";
+  host: string;
+}
+
+/** `now`: do not wait for the next commit. */
+export interface RemoveHost extends Request {
+  order: "remove_host";
+  host: string;
+  now: boolean;
+}
+
+/** `worker`: its id. */
+export interface RestartWorker extends Request {
+  order: "restart";
+  worker: string;
+}
+
+/** Bounds of the world's size. `max`: None for no limit. */
+export interface Scale extends Request {
+  order: "scale";
+  min: number | null;
+  max: number | null;
+}
+
+/** Stop the job that runs. */
+export interface StopJob extends Request {
+  order: "stop_job";
+}
+
+/** Stop the cluster. */
+export interface StopCluster extends Request {
+  order: "stop";
+}
+
+/** A question of one view. The answer has the query's `id` as `reply`. */
+export interface Query {
+  id?: string;
+}
+
+/** Whether the kernel answers. */
+export interface HelloQuery extends Query {
+  ask: "hello";
+}
+
+/** A new key frame, because this view has missed the last one. */
+export interface FrameQuery extends Query {
+  ask: "frame";
+}
+
+/** Events before the event with the number `before` or, without it, the newest. */
+export interface HistoryQuery extends Query {
+  ask: "history";
+  before?: number | null;
+}
+
+/** Lines after the line with the number `since`, of one worker or of all. */
+export interface LogsQuery extends Query {
+  ask: "logs";
+  since: number;
+  worker?: string | null;
+}
+
+/** Where each rank is now. */
+export interface StacksQuery extends Query {
+  ask: "stacks";
+}
+
+/** The cluster's events as a trace for Perfetto. */
+export interface TraceQuery extends Query {
+  ask: "trace";
+}
+
+/** A worker and the rank it had when it printed. */
+export type Writer = [worker: string, rank: number | null];
+
+/** A line of output. `writers`: runs `[first, last]` of places in the answer's `speakers`. */
+export type OutputLine = [number: number, stream: string, text: string, writers: number[][]];
+
+/** Workers with the same stack. `place`: the innermost frame of the user's code. */
+export interface StackGroup {
+  workers: Writer[];
+  place: string;
+  text: string;
+  note: string;
+}
+
+/** An answer without content. */
+export interface Empty {}
+
+/** `oldest`: the number of the first event that the kernel still has. */
+export interface HistoryAnswer {
+  events: Event[];
+  oldest: number;
+}
+
+/**
+ * `next`: the number to use as `since` in the next query. `writers`: all workers that have printed.
+ *
+ * `unfinished`: lines without a newline yet, as of progress bars.
+ */
+export interface LogsAnswer {
+  job: string | null;
+  speakers: Writer[];
+  lines: OutputLine[];
+  unfinished: OutputLine[];
+  next: number;
+  writers: Writer[];
+}
+
+/** `silent`: workers that have not answered. */
+export interface StacksAnswer {
+  stacks: StackGroup[];
+  silent: Writer[];
+}
+
+/** `trace`: the content of a trace file. */
+export interface TraceAnswer {
+  trace: Record<string, any>;
+}
+
+/** The answer to each query, by its `ask`. */
+export interface Answers {
+  hello: Empty;
+  frame: Empty;
+  history: HistoryAnswer;
+  logs: LogsAnswer;
+  stacks: StacksAnswer;
+  trace: TraceAnswer;
+}
+
+/** The answer to a query or request that has failed. */
+export interface Refusal {
+  error: string;
+}
+
+export type AnyRequest = AddHost | RemoveHost | RestartWorker | Scale | StopJob | StopCluster;
+
+export type AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | StacksQuery | TraceQuery;
+
+export type AnyAnswer = Empty | HistoryAnswer | LogsAnswer | StacksAnswer | TraceAnswer | Refusal;

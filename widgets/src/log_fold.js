@@ -1,0 +1,53 @@
+/** Folds equal lines of several workers into one. nbelastic/notebook/log_folding.py has the same rule. */
+
+const MAX_LINES = 1000;
+const CLOSE = 200; // equal lines of different workers are folded within so many lines
+
+/** A line as a terminal shows it: without colours, and only the last state of a progress bar. */
+export function terminalText(/** @type {string} */ text) {
+  if (!/[\u001b\r]/.test(text)) return text;
+  const plain = text.replace(/\u001b\[[0-9;?]*[ -/]*[@-~]/g, "").replace(/\r+$/, "");
+  return plain.slice(plain.lastIndexOf("\r") + 1);
+}
+
+/**
+ * `writers`: the rank that each worker had when it printed the line.
+ * @typedef {{seq: number, stream: string, text: string, writers: Map<string, ?number>}} Line
+ */
+
+/** The newest lines of several workers. Equal lines that are close together are one; each worker's order is kept. */
+export class LogFold {
+  constructor(maxLines = MAX_LINES) {
+    this.maxLines = maxLines;
+    /** @type {Line[]} */
+    this.lines = [];
+    this.seq = 0;
+    /** @type {Map<string, number>} for each worker its last line */
+    this.last = new Map();
+  }
+
+  /**
+   * Return the new line, or the line to which this one was added.
+   * @param {string} writer @param {string} stream @param {string} text @param {?number} rank
+   */
+  add(writer, stream, text, rank = null) {
+    const first = Math.max((this.last.get(writer) ?? -1) + 1, this.seq - CLOSE);
+    for (let i = Math.max(0, first - (this.seq - this.lines.length)); i < this.lines.length; i += 1) {
+      const line = this.lines[i];
+      if (line.text === text && line.stream === stream && !line.writers.has(writer)) {
+        line.writers.set(writer, rank);
+        this.last.set(writer, line.seq);
+        return line;
+      }
+    }
+    const line = { seq: this.seq++, stream, text, writers: new Map([[writer, rank]]) };
+    this.lines.push(line);
+    this.last.set(writer, line.seq);
+    return line;
+  }
+
+  /** Remove the oldest lines beyond `maxLines`, and return them. */
+  trim() {
+    return this.lines.splice(0, Math.max(0, this.lines.length - this.maxLines));
+  }
+}

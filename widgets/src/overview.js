@@ -1,0 +1,78 @@
+/** The top of the view: phase, reason, figures and progress. */
+/** @import { KeyFrame } from "./contract.js" */
+/** @import { FigureContent } from "./figure.js" */
+import { element, setAttribute, setText } from "./dom.js";
+import { announcement } from "./events.js";
+import { Figure } from "./figure.js";
+import { number, sinceFailure, sizeWithBounds, timeLeft } from "./format.js";
+import { KeyedList } from "./keyed_list.js";
+import { tone } from "./tones.js";
+
+export class Overview {
+  constructor() {
+    this.phase = element("strong", { class: "nbe-phase" });
+    this.reason = element("span", { class: "nbe-reason" });
+    this.since = element("p", { class: "nbe-since" });
+    this.facts = element("dl", { class: "nbe-facts" });
+    this.figures = new KeyedList(this.facts, (name) => new Figure(name));
+    this.done = element("div", { class: "nbe-done" });
+    this.bar = element("div", { class: "nbe-progress", role: "progressbar", "aria-label": "Steps done" }, this.done);
+    this.announced = element("p", { class: "nbe-hidden", role: "status", "aria-label": "News" });
+    const sentence = element("p", { class: "nbe-state" }, this.phase, " ", this.reason);
+    const head = element("header", { class: "nbe-head" }, sentence, this.since);
+    this.node = element("div", {}, head, this.facts, this.bar, this.announced);
+    /** @type {?KeyFrame} */
+    this.before = null;
+  }
+
+  draw(/** @type {KeyFrame} */ state, /** @type {Record<string, number>} */ counts, /** @type {number} */ now) {
+    const training = Boolean(state.job) && !state.outcome;
+    const ready = counts.ready ?? 0;
+    const idle = state.phase === "waiting" && !training && ready >= state.min;
+    setText(this.phase, idle ? "ready" : state.phase);
+    setAttribute(this.phase, "data-tone", idle ? "good" : tone(state.phase));
+    setText(this.reason, state.reason);
+    setText(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
+    this.figures.draw(this.items(state, training, ready), null);
+    this.drawProgress(state.step, training ? state.total : null);
+    if (this.before) {
+      const text = announcement(this.before, state);
+      if (text) setText(this.announced, text);
+    }
+    this.before = state;
+  }
+
+  drawProgress(/** @type {number} */ step, /** @type {?number} */ total) {
+    setAttribute(this.bar, "hidden", total ? null : "");
+    if (!total) return;
+    const share = Math.min(100, (step * 100) / total);
+    this.done.style.width = `${share.toFixed(2)}%`;
+    setAttribute(this.bar, "aria-valuenow", String(Math.round(share)));
+    setAttribute(this.bar, "aria-valuetext", `${number(step)} of ${number(total)} steps`);
+  }
+
+  items(/** @type {KeyFrame} */ state, /** @type {boolean} */ training, /** @type {number} */ ready) {
+    const bounds = `at least ${state.min}, at most ${state.max ?? "any number of"} workers`;
+    /** @type {[string, FigureContent][]} */
+    const items = [];
+    if (state.job) items.push(["Job", { value: `${state.job}${state.outcome ? ` ${state.outcome}` : ""}` }]);
+    if (state.phase !== "finished") {
+      const name = training ? "Workers" : "Workers ready";
+      const value = sizeWithBounds(training ? state.world_size : ready, state.min, state.max);
+      items.push([name, { value, title: bounds }]);
+    }
+    items.push(["Generation", { value: number(state.generation), title: "One more with every change of the world" }]);
+    items.push([
+      "Step",
+      { value: state.total ? `${number(state.step)} of ${number(state.total)}` : number(state.step) },
+    ]);
+    if (training && state.steps_per_second !== null)
+      items.push(["Steps per second", { value: number(state.steps_per_second) }]);
+    if (timeLeft(state)) items.push(["Time left", { value: timeLeft(state) }]);
+    for (const name of new Set([...Object.keys(state.report), ...Object.keys(state.curves)])) {
+      const points = state.curves[name];
+      items.push([name, { value: number(state.report[name] ?? points?.[points.length - 1] ?? ""), points }]);
+    }
+    return items;
+  }
+}

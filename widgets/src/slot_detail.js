@@ -1,0 +1,64 @@
+/** The details of one slot, below the row of its host. */
+/** @import { RequestList } from "./request_list.js" */
+/** @import { BoardContext } from "./slot_chip.js" */
+/** @import { Slot } from "./slots.js" */
+/** @import { Timers } from "./timers.js" */
+import { button, confirmedButton, element, setDisabled, setText } from "./dom.js";
+import { Figure } from "./figure.js";
+import { duration, megabytes, number, percent, plural } from "./format.js";
+import { KeyedList } from "./keyed_list.js";
+import { stateOf } from "./slots.js";
+
+/**
+ * @typedef {{send: RequestList["send"], timers: Timers, openLog(worker: string): void, close(): void,
+ *   detailId: string}} DetailOwner
+ */
+
+export class SlotDetail {
+  constructor(/** @type {DetailOwner} */ { send, timers, openLog, close, detailId }) {
+    this.title = element("b");
+    this.facts = element("dl", { class: "nbe-facts" });
+    this.figures = new KeyedList(this.facts, (name) => new Figure(name));
+    this.reason = element("p");
+    this.worker = "";
+    this.log = button("Log", () => openLog(this.worker), "nbe-small");
+    const restart = () => send({ order: "restart", worker: this.worker }, `restart ${this.worker}`);
+    this.restart = confirmedButton(timers, "Restart", "Kill and restart it?", restart, "nbe-small");
+    const head = element(
+      "div",
+      { class: "nbe-bar" },
+      this.title,
+      element("span", { class: "nbe-gap" }),
+      this.log,
+      this.restart,
+      button("Close", close, "nbe-small"),
+    );
+    const cell = element("td", { role: "cell", colspan: "7" }, head, this.facts, this.reason);
+    this.node = element("tr", { role: "row", class: "nbe-detail", id: detailId }, cell);
+    this.node.addEventListener("keydown", (event) => event.key === "Escape" && close());
+  }
+
+  draw(/** @type {Slot} */ slot, /** @type {BoardContext} */ { state, now, locked, closed }) {
+    this.worker = slot.id;
+    setText(this.title, slot.id || `Slot ${slot.slot}`);
+    this.figures.draw(this.items(slot, stateOf(slot, now), now, state.step), null);
+    setText(this.reason, slot.worker?.reason ?? "");
+    setDisabled(this.log, closed || !slot.worker);
+    setDisabled(this.restart, locked || !slot.worker);
+  }
+
+  /** @param {Slot} slot @param {string} state @param {number} now @param {number} step @returns {[string, {value: string}][]} */
+  items({ worker, backoffUntil }, state, now, step) {
+    const stateText = state === "backoff" ? `in back-off, ${duration(backoffUntil - now)} left` : state;
+    /** @type {[string, string][]} */
+    const items = [["State", stateText]];
+    if (worker) {
+      items.push(["Rank", worker.rank === null ? "none" : String(worker.rank)], ["Process", String(worker.pid)]);
+      if (state === "running") items.push(["Step", number(step - worker.behind)]);
+      if (worker.behind) items.push(["Behind", plural(worker.behind, "commit")]);
+      items.push(["Restarts", String(worker.restarts)], ["CPU", percent(worker.cpu) || "–"]);
+      items.push(["Memory", megabytes(worker.memory) || "–"]);
+    }
+    return items.map(([name, value]) => [name, { value }]);
+  }
+}

@@ -1,0 +1,47 @@
+/** The state that a view shows: a key frame and the change since then. */
+/** @import { Change, KeyFrame } from "./contract.js" */
+
+/** Apply a JSON merge patch (RFC 7386). Parts that the patch does not name stay the same objects. @returns {any} */
+export function merge(/** @type {any} */ target, /** @type {any} */ patch) {
+  const isObject = (/** @type {any} */ x) => typeof x === "object" && x !== null && !Array.isArray(x);
+  if (!isObject(patch)) return patch;
+  const merged = isObject(target) ? { ...target } : {};
+  for (const [name, value] of Object.entries(patch)) {
+    if (value === null) delete merged[name];
+    else merged[name] = merge(merged[name], value);
+  }
+  return merged;
+}
+
+/** @type {KeyFrame} */
+const EMPTY = {
+  n: 0,
+  time: 0,
+  name: "",
+  phase: "",
+  reason: "",
+  generation: 0,
+  world_size: 0,
+  min: 0,
+  max: null,
+  job: null,
+  outcome: "",
+  step: 0,
+  total: null,
+  steps_per_second: null,
+  report: {},
+  curves: {},
+  failed_at: null,
+  hosts: {},
+  events: [],
+  orders: [],
+};
+
+/**
+ * The key frame with the change that belongs to it. A missing field is null or empty.
+ * @param {KeyFrame | undefined} frame @param {Change | undefined} change @returns {KeyFrame}
+ */
+export function currentState(frame, change) {
+  const state = frame && change && change.base === frame.n ? merge(frame, change.patch ?? {}) : frame;
+  return { ...EMPTY, ...state };
+}

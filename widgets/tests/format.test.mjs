@@ -1,0 +1,71 @@
+// Numbers, times, names and curves. Drawing is tested in a browser.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { sparkline } from "../src/figure.js";
+import {
+  duration,
+  megabytes,
+  milliseconds,
+  number,
+  ranges,
+  rankNames,
+  sinceFailure,
+  sizeWithBounds,
+  timeLeft,
+} from "../src/format.js";
+
+// A non-breaking space: a number does not leave its unit.
+const NB = "\u00a0";
+
+test("sizes, times and numbers are short and exact enough", () => {
+  assert.deepEqual([sizeWithBounds(4, 2, 8), sizeWithBounds(4, 4, 4), sizeWithBounds(3, 2, null)], ["4 / 2–8", "4 / 4", "3 / 2+"]);
+  assert.deepEqual([8, 119, 180, 7200, 7500, 100_000].map(duration), [
+    "8 s",
+    "119 s",
+    "3 min",
+    "2 h",
+    "2 h 5 min",
+    "1 d 3 h",
+  ]);
+  assert.deepEqual([megabytes(320), megabytes(3250), megabytes(null)], [`320${NB}MB`, `3.3${NB}GB`, ""]);
+  assert.equal(megabytes(512, 128_000), `0.5 / 128${NB}GB`);
+  assert.deepEqual([4.54, 85.4, 1234, 12_340].map(milliseconds), ["4.5 ms", "85 ms", "1,234 ms", "12.3 s"]);
+  assert.deepEqual([1234567, 0.23171, 0.000123, "nan"].map(number), ["1,234,567", "0.232", "0.000123", "nan"]);
+});
+
+test("the time left and the time since a failure are shown only if they are known", () => {
+  const job = { job: "j", outcome: "", step: 400, total: 1000, steps_per_second: 10 };
+  assert.equal(timeLeft(job), "about 60 s");
+  for (const change of [
+    { total: null },
+    { steps_per_second: null },
+    { steps_per_second: 0 },
+    { outcome: "failed" },
+    { step: 1000 },
+  ]) {
+    assert.equal(timeLeft({ ...job, ...change }), "");
+  }
+  assert.deepEqual([sinceFailure(null, 9), sinceFailure(100, 300)], ["no failure yet", "3 min since the last failure"]);
+});
+
+test("consecutive ranks are joined; a worker without a rank is named by its id", () => {
+  assert.equal(ranges([3, 0, 1, 2, 6, 8, 9]), "0–3, 6, 8, 9");
+  assert.equal(rankNames([["a/0#1", 0]]), "rank 0");
+  assert.equal(
+    rankNames([
+      ["a/0#1", 0],
+      ["a/1#1", 1],
+      ["a/2#1", 2],
+      ["b/0#2", null],
+    ]),
+    "ranks 0–2, b/0#2",
+  );
+});
+
+test("a curve is drawn from low to high, with gaps where a value is not a number", () => {
+  assert.equal(sparkline([1, 3, 2], 100, 20), "M0 20L50 0L100 10");
+  assert.equal(sparkline([1, NaN, 2, 3], 99, 20), "M0 20M66 10L99 0");
+  assert.equal(sparkline([5, 5], 10, 20), "M0 10L10 10");
+  assert.equal(sparkline([5]), "");
+});
