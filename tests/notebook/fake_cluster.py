@@ -1,10 +1,10 @@
-"""A cluster without processes, with the real one's interface: what the magics and the dashboard are tested against.
+"""A cluster without processes, with the interface of `Cluster`, for tests of the magics and the dashboard.
 
-Orders that name `refused` are refused, everything else happens at once. `tell()` calls the subscribers, as the driver's
-thread would.
+A request for the host `refused` is refused; all other requests are carried out at once. `update()` calls the subscribers,
+as the driver's thread does.
 """
 
-# ruff: noqa: A002  # min and max are the real one's names
+# ruff: noqa: A002  # `Cluster` has the parameters min and max
 from __future__ import annotations
 
 import time
@@ -20,7 +20,7 @@ from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerSta
 
 
 def merge(target: dict, patch: dict) -> dict:
-    """RFC 7386, as a view applies it."""
+    """Apply a JSON merge patch (RFC 7386), as a view does."""
     merged = dict(target)
     for name, value in patch.items():
         if value is None:
@@ -83,7 +83,7 @@ class FakeCluster:
         self.outputs: list[tuple[str, str, str, str | None]] = []
         self._status = Status("fake", "finished", "not started", 0, 0, min, max, (), (), None, "")
 
-    # What users call.
+    # The methods of `Cluster`.
     def start(self, wait: bool = True, timeout: float | None = None) -> FakeCluster:
         self.calls.append(("start", wait, timeout))
         for host in (self.options["hosts"] or "localhost:2").split(","):
@@ -93,7 +93,7 @@ class FakeCluster:
 
     def stop(self, timeout: float | None = None) -> None:
         self.calls.append(("stop",))
-        self.tell(phase="finished", reason="stopped by hand", hosts=(), workers=(), world_size=0)
+        self.update(phase="finished", reason="stopped by hand", hosts=(), workers=(), world_size=0)
 
     def close(self) -> None:
         if self.died:
@@ -103,7 +103,7 @@ class FakeCluster:
 
     def detach(self) -> None:
         self.calls.append(("detach",))
-        self.tell(phase="finished", reason="detached", hosts=(), workers=(), world_size=0)
+        self.update(phase="finished", reason="detached", hosts=(), workers=(), world_size=0)
 
     def run_cell(self, source: str, **options) -> FakeJob:
         check_cell(source, awaits=False)
@@ -146,7 +146,7 @@ class FakeCluster:
             for i in range(spec.slots)
         )
         hosts = (*self._status.hosts, HostStatus(spec.name, "10.0.0.1", spec.slots, "up", "", 0.0, 12.5, 4_000_000_000))
-        self.tell(hosts=hosts, workers=self._status.workers + workers, **self._world(first + spec.slots))
+        self.update(hosts=hosts, workers=self._status.workers + workers, **self._world(first + spec.slots))
 
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         self.calls.append(("remove_host", host, now, by))
@@ -156,7 +156,7 @@ class FakeCluster:
         hosts = tuple(one for one in self._status.hosts if one.name != host)
         left = [worker for worker in self._status.workers if worker.host != host]
         workers = tuple(replace(worker, rank=rank) for rank, worker in enumerate(left))
-        self.tell(hosts=hosts, workers=workers, **self._world(len(workers)))
+        self.update(hosts=hosts, workers=workers, **self._world(len(workers)))
 
     def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:
         self.calls.append(("scale", min, max, by))
@@ -164,7 +164,7 @@ class FakeCluster:
     def stop_job(self, by: str = "you") -> None:
         self.calls.append(("stop_job", by))
         self.record("job-stopped", f"job-1 stopped: by {by}")
-        self.tell(outcome="stopped")
+        self.update(outcome="stopped")
 
     def wait(self, world: int, timeout: float = 60.0) -> None:
         self.calls.append(("wait", world, timeout))
@@ -187,7 +187,7 @@ class FakeCluster:
         return list(self.events), self.count
 
     def show_again(self) -> None:
-        self.tell()
+        self.update()
 
     def order(self, message: dict[str, object], by: str) -> None:
         self.calls.append(("order", message, by))
@@ -203,7 +203,7 @@ class FakeCluster:
                     self.stop()
         except UsageError as error:
             self.record("order-refused", str(error))
-            self.tell()
+            self.update()
 
     def status(self) -> Status:
         return self._status
@@ -220,22 +220,22 @@ class FakeCluster:
         self.subscribers.append(callback)
         return lambda: self.subscribers.remove(callback)
 
-    # What tests call.
+    # For tests.
     def record(self, kind: str, text: str, *, host: str = "", worker: str = "", **took: float) -> None:
         self.events.append(EventRecord(time.time(), kind, text, host, worker, self._status.generation, took))
         self.count += 1
 
-    def tell(self, **changes: object) -> None:
+    def update(self, **changes: object) -> None:
         self._status = replace(self._status, **changes)
         for callback in self.subscribers:
             callback(self._status)
 
     def run_for_show(self) -> None:
-        """Look like a cluster in mid-training."""
+        """Set the state of a cluster in the middle of a training."""
         self.record("worker-lost", "localhost/1#1 died (SIGKILL)", host="localhost", worker="localhost/1#1")
         self.record("world-formed", "world of 2 at generation 2", notice=3.2, form=14.0)
         report = {"loss": 0.2317, "accuracy": 0.957}
-        self.tell(job="job-1", step=1203, steps_per_second=55.1, report=report, **self._world(len(self.workers)))
+        self.update(job="job-1", step=1203, steps_per_second=55.1, report=report, **self._world(len(self.workers)))
 
     def _world(self, size: int) -> dict[str, object]:
         return {

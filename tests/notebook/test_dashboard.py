@@ -1,4 +1,4 @@
-"""The dashboard's contract: what travels down, what comes up, and what a notebook stores."""
+"""The dashboard: what it sends to its views, what it accepts from them, and what a notebook stores."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def click(dashboard, content):
     dashboard._handle_msg({"content": {"data": {"method": "custom", "content": content}}, "buffers": []})
 
 
-def seen(dashboard):
-    """What a view shows: the key frame, and what has changed since."""
+def shown_state(dashboard):
+    """The state that a view shows: the key frame with its change."""
     change = dashboard.change
     return merge(dashboard.state, change["patch"]) if change.get("base") == dashboard.state["n"] else dashboard.state
 
 
-def test_the_state_is_plain_json_whatever_was_reported(cluster, dashboard):
-    """A loss that is NaN, an unlimited max and markup travel; what the view has no use for does not."""
+def test_the_state_is_plain_json_for_all_reports(cluster, dashboard):
+    """A loss that is NaN, an unlimited max and markup are sent; fields without a use in the view are not."""
     cluster.record("world-formed", "<b>1</b>", took=3.5)
-    cluster.tell(report={"loss": float("nan"), "lr": 0.1}, max=None, reason="<script>alert(1)</script>")
+    cluster.update(report={"loss": float("nan"), "lr": 0.1}, max=None, reason="<script>alert(1)</script>")
     state = json.loads(json.dumps(dashboard.state, allow_nan=False))
     assert state["report"] == {"loss": "nan", "lr": 0.1}
     assert state["max"] is None
@@ -52,53 +52,53 @@ def test_the_state_is_plain_json_whatever_was_reported(cluster, dashboard):
     assert state["events"][-1]["took"] == {"took": 3.5}
 
 
-def test_only_the_last_events_travel_and_keep_their_numbers(cluster, dashboard):
-    """`n` tells a view which events are new, however many there have been and also when the oldest are forgotten."""
+def test_only_the_last_events_are_sent_with_their_numbers(cluster, dashboard):
+    """`n` shows a view which events are new, however many there were and also when the oldest are dropped."""
     for _ in range(3):
         for i in range(50):
             cluster.record("worker-ready", f"number {i}")
         del cluster.events[:-60]
-        cluster.tell()
-        events = seen(dashboard)["events"]
+        cluster.update()
+        events = shown_state(dashboard)["events"]
         assert [event["n"] for event in events] == list(range(cluster.count - MAX_EVENTS + 1, cluster.count + 1))
         assert events[-1]["text"] == "number 49"
 
 
-def test_two_traits_travel(dashboard):
-    """Besides anywidget's own and the layout there are the key frame and its change, and nothing else."""
+def test_two_traits_are_synchronized(dashboard):
+    """Besides the traits of anywidget and the layout there are the key frame and its change, and no others."""
     own = {name for name in dashboard.keys if not name.startswith("_")} - {"layout", "tabbable", "tooltip"}
     assert own == {"state", "change"}
 
 
 def test_a_large_cluster_sends_changes(cluster, dashboard, monkeypatch):
-    """Once the key frame is there, an update has only what is new; the key frame is not sent again."""
+    """After the key frame, an update contains only what is new; the key frame is not sent again."""
     cluster.add_host("big:400")
     frame = dashboard.state
     sent = []
     monkeypatch.setattr(dashboard, "send_state", lambda key: sent.append(set(key)))
-    cluster.tell(step=77, time=cluster.status().time + 1)
+    cluster.update(step=77, time=cluster.status().time + 1)
     assert dashboard.state is frame
     assert sent == [{"change"}]
     assert dashboard.change["patch"].keys() == {"time", "step"}
-    assert seen(dashboard)["step"] == 77
+    assert shown_state(dashboard)["step"] == 77
 
 
-def test_an_update_without_news_is_not_sent(cluster, dashboard, monkeypatch):
-    """Time alone is no news."""
+def test_an_update_without_changes_is_not_sent(cluster, dashboard, monkeypatch):
+    """A new time alone is not a change."""
     monkeypatch.setattr(dashboard, "send_state", lambda key=None: pytest.fail(f"{key} was sent"))
-    cluster.tell(time=cluster.status().time + 1)
+    cluster.update(time=cluster.status().time + 1)
 
 
 @pytest.fixture
 def replies(dashboard, monkeypatch):
-    """What is sent to the views beside the state."""
+    """The answers that were sent to the views."""
     sent = []
     monkeypatch.setattr(dashboard, "send", sent.append)
     return sent
 
 
 def test_a_view_asks_for_older_events(cluster, dashboard, replies):
-    """400 at a time, up to the oldest that is kept; and it is told which that is."""
+    """It gets 400 at a time, up to the oldest that is kept, and the number of the oldest."""
     for i in range(900):
         cluster.record("worker-ready", f"number {i}")
     del cluster.events[:-700]
@@ -115,7 +115,7 @@ def test_a_view_asks_for_older_events(cluster, dashboard, replies):
 
 
 def test_a_view_tails_the_output(cluster, dashboard, replies):
-    """Of all workers or of one; each question goes on where the last answer ended; without a job there is nothing."""
+    """Of all workers or of one; each query continues after the last answer; without a job there are no lines."""
     click(dashboard, {"ask": "logs", "id": "q", "since": 0})
     nothing = {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "writers": []}
     assert replies.pop() == {"reply": "q", **nothing}
@@ -132,7 +132,7 @@ def test_a_view_tails_the_output(cluster, dashboard, replies):
     assert (replies[-1]["lines"], replies.pop()["next"]) == ([], 4)
 
 
-def test_of_many_ranks_that_print_alike_a_view_gets_each_line_once(cluster, dashboard, replies):
+def test_equal_lines_of_many_ranks_are_sent_once(cluster, dashboard, replies):
     """64 ranks with 300 lines each are 300 lines, not the last 16 of each."""
     job = cluster.run_cell("")
     numbers = itertools.count(1)
@@ -147,27 +147,27 @@ def test_of_many_ranks_that_print_alike_a_view_gets_each_line_once(cluster, dash
 
 
 def test_a_view_that_has_missed_the_key_frame_gets_another_one(cluster, dashboard):
-    """A large cluster sends changes only: one question brings the whole state, under a number of its own."""
+    """A large cluster sends changes only: one query brings the whole state as a new key frame."""
     cluster.add_host("big:400")
-    cluster.tell(step=77)
+    cluster.update(step=77)
     before = dashboard.state
     assert dashboard.change["base"] == before["n"]
     click(dashboard, {"ask": "frame", "id": "f"})
     assert (dashboard.state["n"], dashboard.state["step"], dashboard.change) == (before["n"] + 1, 77, {})
 
 
-def test_phases_of_a_change_come_in_their_order(cluster, dashboard):
-    """As the driver knows it, whatever the order in which they were measured: the view draws them as they come."""
+def test_phases_of_a_change_are_sent_in_order(cluster, dashboard):
+    """In the driver's order, independent of the order of measurement: the view draws them as they are sent."""
     took = {"all": 9.0, "sync": 1.0, "new": 1.0, "first step": 1.0, "form": 1.0, "leave": 1.0, "prepare": 1.0}
     cluster.events.append(EventRecord(1.0, "training", "first step", took=took))
     cluster.count += 1
-    cluster.tell()
-    order = list(seen(dashboard)["events"][-1]["took"])
+    cluster.update()
+    order = list(shown_state(dashboard)["events"][-1]["took"])
     assert order == ["prepare", "leave", "form", "sync", "new", "first step", "all"]
 
 
-def test_a_view_asks_where_everybody_is(cluster, dashboard, replies):
-    """Ranks with the same stack are one entry; who is silent is named."""
+def test_a_view_asks_for_the_stacks(cluster, dashboard, replies):
+    """Ranks with the same stack are one entry; workers without an answer are named."""
     cluster.shown_stacks = [
         WorkerStack("a/0#1", 0, "train.py:9", "all_reduce"),
         WorkerStack("a/1#1", 1, "train.py:4 in load", "sleep", "1 commit behind"),
@@ -190,8 +190,8 @@ def test_a_view_asks_where_everybody_is(cluster, dashboard, replies):
     }
 
 
-def test_what_is_no_question_is_answered_with_an_error(dashboard, replies):
-    """So that nobody waits; and a view may ask whether anybody is there."""
+def test_an_unknown_query_is_answered_with_an_error(dashboard, replies):
+    """So that the view does not wait for a timeout. `hello` has an empty answer."""
     click(dashboard, {"ask": "me", "id": "x"})
     click(dashboard, {"ask": "logs", "since": "now", "id": "y"})
     click(dashboard, {"ask": "hello", "id": "z"})
@@ -203,7 +203,7 @@ def test_what_is_no_question_is_answered_with_an_error(dashboard, replies):
 
 
 @pytest.mark.parametrize(
-    "order",
+    "request_",
     [
         {"order": "add_host", "host": "127.0.0.2:2"},
         {"order": "remove_host", "host": "localhost", "now": False},
@@ -213,22 +213,22 @@ def test_what_is_no_question_is_answered_with_an_error(dashboard, replies):
         {"order": "stop"},
     ],
 )
-def test_orders_go_straight_to_the_cluster(cluster, dashboard, order):
-    """As they are, with who gave them."""
-    click(dashboard, order)
-    assert ("order", order, "dashboard") in cluster.calls
+def test_requests_are_passed_to_the_cluster(cluster, dashboard, request_):
+    """Unchanged, with the dashboard as their origin."""
+    click(dashboard, request_)
+    assert ("order", request_, "dashboard") in cluster.calls
 
 
-@pytest.mark.parametrize("junk", [None, "stop", 3, [], {}, {"order": "run"}, {"order": None}, {"order": ["stop"]}])
-def test_junk_from_the_page_reaches_nobody(cluster, dashboard, junk):
-    """What is no order is dropped."""
+@pytest.mark.parametrize("message", [None, "stop", 3, [], {}, {"order": "run"}, {"order": None}, {"order": ["stop"]}])
+def test_other_messages_from_the_page_are_dropped(cluster, dashboard, message):
+    """They are neither requests nor queries."""
     before = list(cluster.calls)
-    click(dashboard, junk)
+    click(dashboard, message)
     assert cluster.calls == before
 
 
-def test_what_a_notebook_stores_is_stable_and_readable(cluster, dashboard):
-    """The same after any number of steps: no address, no number that moves; a widget where there are widgets."""
+def test_the_stored_output_is_stable_and_readable(cluster, dashboard):
+    """The same after any number of steps: no address and no changing number; a widget where widgets are supported."""
     before = dashboard._repr_mimebundle_()
     cluster.run_for_show()
     after = dashboard._repr_mimebundle_()
@@ -239,20 +239,20 @@ def test_what_a_notebook_stores_is_stable_and_readable(cluster, dashboard):
 
 
 def test_a_cluster_that_ends_leaves_its_last_state(cluster, dashboard):
-    """Finished: the view says so and takes no more orders."""
+    """Its phase is finished."""
     cluster.stop()
-    assert seen(dashboard)["phase"] == "finished"
+    assert shown_state(dashboard)["phase"] == "finished"
 
 
-def test_a_closed_dashboard_costs_nothing(cluster, dashboard):
-    """Closing it ends the subscription; closing it again is fine."""
+def test_a_closed_dashboard_has_no_subscription(cluster, dashboard):
+    """Closing it again is fine."""
     dashboard.close()
     assert cluster.subscribers == []
     dashboard.close()
 
 
 def test_clicks_are_answered_while_a_cell_runs(dashboard):
-    """ipykernel 7.4 would hand a click to the shell that last sent; also after the comm was opened anew it must not."""
+    """ipykernel 7.4 would pass a click to the shell that sent last. It must not, also after the comm was opened again."""
     for comm in (BaseComm(target_name="jupyter.widget"), BaseComm(target_name="jupyter.widget")):
         if not hasattr(comm, "_reply_subshell_for"):
             pytest.skip("this ipykernel routes messages as they come")
@@ -262,8 +262,8 @@ def test_clicks_are_answered_while_a_cell_runs(dashboard):
         assert comm._reply_subshell_for({"method": "custom"}, "theirs") == "theirs"
 
 
-def test_a_kernel_without_that_routing_is_left_alone(dashboard):
-    """Older and other kernels have no such attribute, and get none."""
+def test_a_kernel_without_subshells_is_not_changed(dashboard):
+    """Older and other kernels do not have the attribute, and do not get it."""
 
     class PlainComm:
         comm_id = "plain"

@@ -1,4 +1,4 @@
-"""Key frames and changes: whatever happens, a view that has both shows what there is, and little travels."""
+"""Key view_state and changes: with both, a view shows the whole state, and updates are small."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ VALUES = st.recursive(LEAVES, lambda inner: st.dictionaries(NAMES, inner, max_si
 OBJECTS = st.dictionaries(NAMES, VALUES, max_size=3)
 
 
-def full(value):
-    """Without what is None: for a view that is the same as missing."""
-    return {k: full(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+def without_none(value):
+    """Remove each None: a view treats it as missing."""
+    return {k: without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 @settings(max_examples=examples(200))
 @given(OBJECTS, OBJECTS)
-def test_a_patch_makes_the_new_of_the_old(old, new):
-    """For any two states; and there is no patch where they are the same."""
-    assert full(merge(full(old), merge_patch(old, new))) == full(new)
+def test_a_patch_turns_the_old_state_into_the_new_one(old, new):
+    """For any two states; the patch of equal states is empty."""
+    assert without_none(merge(without_none(old), merge_patch(old, new))) == without_none(new)
     assert merge_patch(new, new) == {}
 
 
 def large(hosts=64, slots=8, step=0):
-    """A cluster of eight GPUs a host, in the middle of a long training, with names as they are in real life."""
+    """A cluster with eight GPUs per host, in the middle of a long training, with names of usual length."""
     rows = [
         HostStatus(f"gpu-node-{h:03}", f"10.20.30.{h}", slots, "up", "", 0.0, 55.5, 200_000_000_000, 512_000_000_000)
         for h in range(hosts)
@@ -94,55 +94,57 @@ def size(value):
 
 
 def test_64_hosts_of_8_slots_fit_into_50_kilobytes():
-    """The whole of it: every host, every worker, curves, events and orders."""
+    """With all hosts, workers, curves, events and requests."""
     assert size(key_frame(large(), EVENTS, 40)) <= 50_000
 
 
 def test_a_step_of_a_large_cluster_is_a_small_change():
-    """Training goes on: the change has the step and little else; a view shows the same as with the whole."""
-    frames = DashboardState()
-    frames.update(large(), EVENTS, 40)
+    """The change has the step and little else; a view shows the same as with the whole state."""
+    view_state = DashboardState()
+    view_state.update(large(), EVENTS, 40)
     for step in range(1, 20):
-        assert frames.update(large(step=step), EVENTS, 40)
-        assert frames.state["n"] == 1
-        assert size(frames.change) < 200
-        assert merge(frames.state, frames.change["patch"])["step"] == step
+        assert view_state.update(large(step=step), EVENTS, 40)
+        assert view_state.state["n"] == 1
+        assert size(view_state.change) < 200
+        assert merge(view_state.state, view_state.change["patch"])["step"] == step
 
 
 def test_when_much_has_changed_there_is_a_new_key_frame():
-    """A change that outgrows half of the whole is replaced by the whole, and starts again from nothing."""
-    frames = DashboardState()
-    frames.update(large(), EVENTS, 40)
-    assert frames.update(large(hosts=20), EVENTS, 40)
-    assert frames.state["n"] == 1
-    assert frames.update(large(hosts=64, slots=4), EVENTS, 40)
-    assert frames.update(large(hosts=10, slots=2), EVENTS, 40)
-    view = frames.state if not frames.change else merge(frames.state, frames.change["patch"])
+    """If a change is larger than half of the whole state, the whole state is sent, and changes start again from it."""
+    view_state = DashboardState()
+    view_state.update(large(), EVENTS, 40)
+    assert view_state.update(large(hosts=20), EVENTS, 40)
+    assert view_state.state["n"] == 1
+    assert view_state.update(large(hosts=64, slots=4), EVENTS, 40)
+    assert view_state.update(large(hosts=10, slots=2), EVENTS, 40)
+    view = view_state.state if not view_state.change else merge(view_state.state, view_state.change["patch"])
     assert len(view["hosts"]) == 10
 
 
 def test_a_small_cluster_is_sent_whole():
-    """Then there is nothing to put together."""
-    frames = DashboardState()
+    """There are no changes to apply then."""
+    view_state = DashboardState()
     for n in (1, 2, 3):
-        frames.update(large(hosts=2, slots=2, step=n), EVENTS[:3], 3)
-        assert (frames.state["n"], frames.state["step"], frames.change) == (n, n, {})
+        view_state.update(large(hosts=2, slots=2, step=n), EVENTS[:3], 3)
+        assert (view_state.state["n"], view_state.state["step"], view_state.change) == (n, n, {})
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.123456789, 0.12346), (float("inf"), "inf"), (float("nan"), "nan")])
 def test_numbers_are_as_exact_as_they_are_shown(value, shown):
-    """And what JSON has no number for is text."""
+    """Numbers that JSON does not have are sent as text."""
     status = Status("s", "running", "", 1, 0, 1, None, (), (), None, "", report={"loss": value})
     assert key_frame(status, [], 0)["report"] == {"loss": shown}
 
 
-def test_a_cooldown_ends_at_a_time_that_does_not_move():
-    """From look to look the seconds that are left shrink; when it ends stays, and nothing is sent."""
-    frames = DashboardState()
+def test_the_end_of_a_back_off_does_not_change():
+    """The remaining seconds shrink from status to status. The time of the end stays, so no update is sent."""
+    view_state = DashboardState()
     for passed in (0.0, 1.0, 2.5):
         host = HostStatus("a", "", 1, "backoff", "", 5.0 - passed, slots_in_backoff={0: 5.0 - passed})
         status = Status("s", "waiting", "", 0, 0, 1, None, (host,), (), None, "", time=100.0 + passed)
-        assert frames.update(status, [], 0) == (passed == 0.0)
+        assert view_state.update(status, [], 0) == (passed == 0.0)
     assert (
-        frames.state["hosts"]["a"]["backoff_until"] == frames.state["hosts"]["a"]["slots_backoff_until"]["0"] == 105.0
+        view_state.state["hosts"]["a"]["backoff_until"]
+        == view_state.state["hosts"]["a"]["slots_backoff_until"]["0"]
+        == 105.0
     )

@@ -1,4 +1,4 @@
-"""The fakes that tests of the notebook use have the names, parameters and defaults of what they stand for."""
+"""The fakes in tests of the notebook have the names, parameters and defaults of the real classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import nbelastic as nbe
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_cluster import FakeCluster, FakeJob
 
-ONLY_FAKE = {"tell", "record", "run_for_show"}  # what tests do to a fake
+ONLY_FAKE = {"update", "record", "run_for_show"}  # methods for tests
 
 
 def methods(kind: type) -> dict[str, inspect.Signature]:
@@ -25,8 +25,8 @@ def methods(kind: type) -> dict[str, inspect.Signature]:
 
 
 @pytest.mark.parametrize(("fake", "real"), [(FakeCluster, nbe.Cluster), (FakeJob, nbe.Job)])
-def test_a_fake_takes_what_the_real_one_takes(fake, real):
-    """Each parameter that a fake names exists, with the same default and the same way to pass it."""
+def test_a_fake_has_the_parameters_of_the_real_class(fake, real):
+    """Each parameter of a fake exists in the real class, with the same default and kind."""
     differ = []
     for name, signature in methods(fake).items():
         if name in ONLY_FAKE:

@@ -1,0 +1,188 @@
+"""Magics that run cells and scripts on the workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from IPython.core.error import UsageError as IPythonUsageError
+from magic_output import output_of
+
+from nbelastic.client.checkpoints import checkpoint_plan
+from nbelastic.client.cluster import Cluster
+from nbelastic.errors import JobError, UsageError
+
+
+def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
+    """The Job is the cell's value and, if wanted, a variable."""
+    result = ip.run_cell("%%elastic_run --job job\nprint('hello')\n").result
+    assert result is cluster.job is ip.user_ns["job"]
+    assert result.source == "print('hello')\n"
+    assert result.waited == []
+    ip.run_cell("%%elastic_run --timeout 7\npass").raise_error()
+    assert cluster.job.waited == [7.0]
+
+
+def test_a_training_cell_has_options_for_its_checkpoints(ip, magics, cluster):
+    """The cluster decides on options that are not given."""
+    ip.run_cell("%%elastic_run --checkpoint ~/here --checkpoint-every 50 --checkpoint-keep 2\npass").raise_error()
+    assert cluster.job.options == {"checkpoint": "~/here", "checkpoint_every": 50, "checkpoint_keep": 2}
+    ip.run_cell("%%elastic_run\npass").raise_error()
+    assert set(cluster.job.options.values()) == {None}
+
+
+def test_a_script_runs_with_its_options(ip, magics, cluster):
+    """torchrun's options come before the script, the script's after it; the Job is the value, as that of a cell."""
+    line = "--max-restarts 3 --nproc 2 -t 3 --env A=b --job job train.py --generations 10 --max-restarts 9 -m"
+    assert ip.run_line_magic("elastic_run", line) is cluster.job is ip.user_ns["job"]
+    assert cluster.job.source == "train.py --generations 10 --max-restarts 9 -m"
+    assert cluster.job.options == {"max_restarts": 3, "nproc": 2, "tee": "3", "env": {"A": "b"}}
+    ip.run_line_magic("elastic_run", "-m --cold --wait my.training")
+    assert (cluster.job.options, cluster.job.waited) == ({"module": True, "cold": True}, [None])
+
+
+@pytest.mark.parametrize(
+    ("line", "cell", "message"),
+    [
+        ("", None, "name a script, or write %%elastic_run above a cell."),
+        ("--checkpoint there train.py", None, "--checkpoint options need a cell: a script saves its own checkpoints."),
+        ("--cold", "pass", "a script and its options cannot be combined with a cell: write %elastic_run."),
+        ("train.py", "pass", "a script and its options cannot be combined with a cell: write %elastic_run."),
+        ("--env A train.py", None, "--env A: write NAME=VALUE."),
+    ],
+)
+def test_scripts_and_cells_are_not_mixed(ip, magics, cluster, line, cell, message):
+    """One line says what to write instead."""
+    with pytest.raises((UsageError, IPythonUsageError)) as caught:
+        magics.elastic_run(line) if cell is None else magics.elastic_run(line, cell)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoint_every": 5}, "checkpoint_every has no effect without checkpoint: name a folder too."),
+        ({"checkpoint_keep": 5}, "checkpoint_keep has no effect without checkpoint: name a folder too."),
+        ({"checkpoint": "a", "checkpoint_every": 0}, "checkpoint_every=0: a whole number, at least 1."),
+        ({"checkpoint": "a", "checkpoint_keep": 1.5}, "checkpoint_keep=1.5: a whole number, at least 1."),
+        ({"checkpoint": ""}, "checkpoint='' is not a folder."),
+        ({"checkpoint": __file__}, f"checkpoint={__file__!r} is not a folder."),
+    ],
+)
+def test_impossible_checkpoint_options_are_refused(given, message):
+    """At once, for a function's job and a cell's, before anything is sent to a worker."""
+    cluster = Cluster()
+    for submit in (lambda: cluster.run(print, **given), lambda: cluster.run_cell("pass", **given)):
+        with pytest.raises(UsageError) as caught:
+            submit()
+        assert str(caught.value) == message
+
+
+def test_workers_get_absolute_checkpoint_folders(monkeypatch, tmp_path):
+    """The worker's own folder does not matter; missing options have defaults."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert checkpoint_plan(None, None, None) is None
+    assert checkpoint_plan("here", None, None) == (str(tmp_path / "here"), 100, 3)
+    assert checkpoint_plan(Path("~/here"), 7, 1) == ("/home/me/here", 7, 1)
+
+
+def test_a_failed_job_shows_only_the_remote_traceback(ip, magics, cluster, capsys):
+    """One line and the failing rank's traceback, without frames of nbelastic."""
+    remote = "Traceback (most recent call last):\n  File <cell>, line 1\nZeroDivisionError: division by zero\n"
+    cluster.raises = JobError("rank 1 raised ZeroDivisionError.", rank=1, remote_traceback=remote)
+    shown = output_of(ip, capsys, "%%elastic_run --wait\n1/0")
+    assert shown == f"JobError: rank 1 raised ZeroDivisionError.\n\n{remote.rstrip()}"
+
+
+def test_waiting_without_a_size_waits_for_the_job(ip, magics, cluster, capsys):
+    """%elastic_wait alone waits for the job's end, and fails if there is no job."""
+    assert output_of(ip, capsys, "%elastic_wait") == "UsageError: no job has run yet: start one with %%elastic_run."
+    job = cluster.run_cell("pass")
+    assert output_of(ip, capsys, "%elastic_wait --timeout 9") == ""
+    assert job.waited == [9.0]
+
+
+def test_a_cell_on_each_worker_prints_each_workers_lines(ip, magics, cluster, capsys):
+    """%%elastic prints lines under the workers' names; equal output once, under all its workers."""
+    cluster.outputs = [("localhost/0#1", "a\nb\n", "", None), ("localhost/1#1", "", "careful\n", None)]
+    shown = output_of(ip, capsys, "%%elastic --setup\nimport x\n")
+    assert shown.splitlines() == ["[localhost/0#1] a", "[localhost/0#1] b", "[localhost/1#1] careful"]
+    assert ("execute", "import x\n", True, None, None) in cluster.calls
+    cluster.outputs = [(f"h/{i}#1", "a\nb\n", "", None) for i in range(3)]
+    assert output_of(ip, capsys, "%%elastic\n1").splitlines() == ["[all 3 workers] a", "[all 3 workers] b"]
+    cluster.outputs += [("h/3#1", "a\nc\n", "", None)]
+    shared = "h/0#1, h/1#1, h/2#1"
+    assert output_of(ip, capsys, "%%elastic\n1").splitlines() == [
+        f"[{shared}] a",
+        f"[{shared}] b",
+        "[h/3#1] a",
+        "[h/3#1] c",
+    ]
+    cluster.outputs = [(f"h/{i}#1", "x" if i else "", "", None) for i in range(8)]
+    assert output_of(ip, capsys, "%%elastic\n1") == "[h/1#1, h/2#1, h/3#1, h/4#1 and 3 more] x"
+
+
+def test_errors_of_a_cell_name_their_workers(ip, magics, cluster, capsys):
+    """%%elastic fails with the remote tracebacks: equal ones once, at most three different ones."""
+    traceback = "Cell, line 1\n----> 1 y\n\nNameError: name 'y'"
+    cluster.outputs = [("h/0#1", "", "", None), *((f"h/{i}#1", "", "", traceback) for i in (1, 2))]
+    shown = output_of(ip, capsys, "%%elastic\ny")
+    assert shown == f"JobError: the cell raised on 2 of 3 workers; h/1#1, h/2#1 raised:\n\n{traceback}"
+    cluster.outputs = [(f"h/{i}#1", "", "", f"KeyError: {i}") for i in range(5)]
+    shown = output_of(ip, capsys, "%%elastic\ny")
+    assert shown.splitlines()[0] == "JobError: the cell raised on 5 of 5 workers; h/0#1 raised:"
+    assert re.findall("KeyError: .", shown) == ["KeyError: 0", "KeyError: 1", "KeyError: 2"]
+    assert shown.endswith("2 more workers raised other errors.")
+
+
+@pytest.mark.parametrize("magic", ["%%elastic", "%%elastic --setup", "%%elastic_run", "%%elastic_run --wait"])
+def test_a_syntax_error_is_found_before_anything_is_sent(ip, magics, cluster, capsys, magic):
+    """The line, the caret and the message, without frames of nbelastic; no job begins and no worker receives the cell."""
+    before = list(cluster.calls)
+    shown = output_of(ip, capsys, f"{magic}\ngood = 1\nbad = = 2\n")
+    assert shown == 'File "<cell>", line 2\n    bad = = 2\n          ^\nSyntaxError: invalid syntax'
+    assert (cluster.calls, cluster.job) == (before, None)
+    assert not ip.run_cell(f"{magic}\nbad = = 2").success
+    assert "SyntaxError: 'return' outside function" in output_of(ip, capsys, f"{magic}\nreturn 5")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["!ls -l", "%time 1 + 1", "%%time\nx = 1", "files = !ls", "x = '\\d'", "if 1:\n    !ls\n    %time 2", "dir?"],
+)
+def test_the_syntax_of_ipython_is_allowed(ip, magics, cluster, capsys, cell):
+    """Shell commands, magics and help work in cells for the workers as in all cells."""
+    assert "Error" not in output_of(ip, capsys, f"%%elastic\n{cell}")
+    assert "Error" not in output_of(ip, capsys, f"%%elastic_run\n{cell}")
+    assert cluster.job.source.strip() == cell
+
+
+def test_only_a_cell_between_jobs_may_await(ip, magics, cluster, capsys):
+    """A program is compiled as a module: `await` outside of a function is a SyntaxError, as on the worker."""
+    assert output_of(ip, capsys, "%%elastic\nimport asyncio\nawait asyncio.sleep(0)") == ""
+    shown = output_of(ip, capsys, "%%elastic_run\nimport asyncio\nawait asyncio.sleep(0)")
+    assert "SyntaxError: 'await' outside function" in shown
+
+
+def test_setup_cells_have_keys(ip, magics, cluster, capsys, monkeypatch):
+    """The given key, or the notebook's id of the cell. Setup cells are listed and cleared by their keys."""
+    output_of(ip, capsys, "%%elastic --setup imports\n\nimport x\nimport y\n")
+    parent = {"header": {}, "metadata": {"cellId": "0b2e"}}
+    monkeypatch.setattr(ip, "get_parent", lambda: parent, raising=False)
+    output_of(ip, capsys, "%%elastic --setup\nz = 1\n")
+    assert output_of(ip, capsys, "%elastic_setup").splitlines() == ["imports: import x", "0b2e: z = 1"]
+    assert output_of(ip, capsys, "%elastic_setup --clear nothing") == (
+        "UsageError: there is no setup cell 'nothing'; there are imports, 0b2e."
+    )
+    output_of(ip, capsys, "%elastic_setup --clear imports")
+    assert list(cluster.setup_cells) == ["0b2e"]
+    output_of(ip, capsys, "%elastic_setup --clear")
+    assert output_of(ip, capsys, "%elastic_setup") == ""
+
+
+def test_setup_needs_a_cell(ip, magics, cluster, capsys):
+    """%elastic --setup is a typing error for %%elastic --setup, and the message says so."""
+    shown = output_of(ip, capsys, "%elastic --setup")
+    assert shown == "UsageError: --setup and --timeout need a cell: write %%elastic above it."
