@@ -175,4 +175,4 @@ def clock(page):
 
 @pytest.fixture
 def requests(view):
-    return view.page.get_by_role("status", name="Orders")
+    return view.page.get_by_role("status", name="Requests")

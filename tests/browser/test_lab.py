@@ -1,4 +1,4 @@
-"""The dashboard in a real JupyterLab: live, and obedient while a cell is busy."""
+"""The dashboard in a real JupyterLab: it is live, and handles requests while a cell runs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ BUSY = """import os, time
 while not os.path.exists("awake"):
     time.sleep(0.1)
 """
-NOT_OURS = (
-    "undefined (reading 'schema')",  # Notebook 7.6 says it of its own settings
+EXPECTED_ERRORS = (
+    "undefined (reading 'schema')",  # an error of Notebook 7.6 in its own settings
     "net::ERR_NETWORK_CHANGED",  # another worker of pytest-xdist has started or ended a network of tests/hosts
 )
 KERNEL_READY = """() => {
@@ -58,7 +58,7 @@ KERNEL_READY = """() => {
 
 @pytest.fixture
 def notebook(page, lab):
-    """Opens one and returns a way to run its cells; fails if the browser complained about anything."""
+    """Open a notebook and return a function that runs its cells. The test fails if the browser has logged an error."""
     complaints = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
@@ -80,7 +80,7 @@ def notebook(page, lab):
         return run
 
     yield open_
-    assert [text for text in complaints if not any(known in text for known in NOT_OURS)] == []
+    assert [text for text in complaints if not any(known in text for known in EXPECTED_ERRORS)] == []
 
 
 def prompt(page, number):
@@ -88,13 +88,13 @@ def prompt(page, number):
 
 
 def complaints_of_axe(page):
-    """What axe-core finds wrong with the view: the rule, and the first element that breaks it."""
+    """The violations that axe-core finds in the view: the rule, and the first element that breaks it."""
     found = Axe().run(page, context=".nbe").response["violations"]
     return [(violation["id"], violation["nodes"][0]["html"][:200]) for violation in found]
 
 
 def chip(view, name):
-    """A slot's button, by its first words: `rank 1` or, without a rank, `slot 0`."""
+    """The button of a slot, by the beginning of its label: `rank 1` or, without a rank, `slot 0`."""
     return view.get_by_role("button", name=re.compile(rf"^{name}\b"))
 
 
@@ -104,8 +104,8 @@ def process_shown(detail):
     return int(re.search(r"Process\s*(\d+)", detail.inner_text()).group(1))
 
 
-def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
-    """Start and train; while a cell is busy add a host, look at logs and stacks, lose a worker and see it, remove."""
+def test_the_dashboard_works_while_a_cell_runs(lab, page, notebook, output_path):
+    """Start and train. While a cell runs: add a host, read logs and stacks, lose a worker, and remove the host."""
     page.set_viewport_size({"width": 1300, "height": 1500})
     run = notebook(lab.write("live", LOAD, START, TRAIN, BUSY, "%elastic_status", "%elastic_stop"))
     view = page.locator(".nbe").first
@@ -119,7 +119,7 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(prompt(page, 3)).to_have_text("[*]:")
     view.get_by_label("Host to add").fill("127.0.0.2:2")
     view.get_by_role("button", name="Add host").click()
-    expect(view.get_by_role("status", name="Orders")).to_contain_text("up with 2 slots")
+    expect(view.get_by_role("status", name="Requests")).to_contain_text("up with 2 slots")
     expect(view.locator(".nbe-facts").first).to_contain_text("4 / 2–4")
     view.get_by_role("tab", name="Logs").click()
     expect(view.locator(".nbe-lines")).to_contain_text("step 100")
@@ -154,8 +154,8 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(view.locator(".nbe-phase")).to_have_text("finished")
 
 
-def test_the_view_comes_back_after_a_reload_and_in_a_second_place(lab, page, notebook):
-    """Reloading the page brings the same live view; %elastic shows another; one order changes both."""
+def test_the_view_returns_after_a_reload_and_can_be_shown_twice(lab, page, notebook):
+    """Reloading the page brings the same live view; %elastic shows another one; one request changes both."""
     run = notebook(lab.write("again", LOAD, START, "%elastic", "%elastic_stop"))
     run(0)
     run(1)
@@ -166,16 +166,16 @@ def test_the_view_comes_back_after_a_reload_and_in_a_second_place(lab, page, not
     views = page.locator(".nbe")
     expect(views).to_have_count(2)
     views.nth(1).get_by_role("button", name="Stop cluster").click()
-    page.wait_for_timeout(500)  # what comes earlier is a double click, and confirms nothing
+    page.wait_for_timeout(500)  # an earlier second click is a double click, and confirms nothing
     views.nth(1).get_by_role("button", name="Really stop it?").click()
     for view in views.all():
-        view.scroll_into_view_if_needed()  # what is out of sight is not drawn
+        view.scroll_into_view_if_needed()  # a view out of sight is not drawn
         expect(view.locator(".nbe-phase")).to_have_text("finished")
     run(3)
 
 
-def test_a_view_whose_kernel_was_restarted_says_so(lab, page, notebook):
-    """It does not pretend: it says that the kernel is gone, and takes no orders; nothing of the cluster is left."""
+def test_a_view_whose_kernel_was_restarted_shows_that(lab, page, notebook):
+    """It warns and accepts no requests; all processes of the cluster have ended."""
     run = notebook(lab.write("restart", LOAD, START, "1 + 1"))
     run(0)
     run(1)
@@ -192,7 +192,7 @@ def test_a_view_whose_kernel_was_restarted_says_so(lab, page, notebook):
 
 
 def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path):
-    """Another kernel attaches: the dashboard goes on with its history, logs and orders, and nobody who trains was disturbed."""
+    """Another kernel attaches: the dashboard has the same events, logs and requests, and the training goes on undisturbed."""
     page.set_viewport_size({"width": 1300, "height": 1500})
     name = f"lab-{os.getpid()}"
     stop = "%elastic_stop"
@@ -223,8 +223,8 @@ def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("server", ["dark"], indirect=True)
-def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output_path):
-    """Tab, arrows and Enter reach every order; a slot is opened and its worker restarted; the second Enter stops all."""
+def test_the_view_works_by_keyboard_alone_in_a_dark_theme(lab, page, notebook, output_path):
+    """Tab, arrows and Enter reach each control. A slot is opened and its worker restarted; the second Enter stops the cluster."""
     page.set_viewport_size({"width": 1000, "height": 1300})
     run = notebook(lab.write("keys", LOAD, START, TRAIN, "%elastic_stop"))
     view = page.locator(".nbe").first
@@ -239,9 +239,9 @@ def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output
     expect(view.locator(".nbe-detail")).to_contain_text("localhost/1#1")
     view.locator(".nbe-detail").get_by_role("button", name="Restart").focus()
     page.keyboard.press("Enter")
-    page.wait_for_timeout(500)  # what comes earlier is a double click, and confirms nothing
+    page.wait_for_timeout(500)  # an earlier second click is a double click, and confirms nothing
     page.keyboard.press("Enter")
-    expect(view.get_by_role("status", name="Orders")).to_contain_text("localhost/1#2 has replaced it")
+    expect(view.get_by_role("status", name="Requests")).to_contain_text("localhost/1#2 has replaced it")
     view.get_by_label("max").focus()
     page.keyboard.press("ControlOrMeta+a")
     page.keyboard.type("2")
@@ -250,7 +250,7 @@ def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output
     view.get_by_label("Host to add").focus()
     page.keyboard.type("no:where:at:all")
     page.keyboard.press("Enter")
-    expect(view.get_by_role("status", name="Orders")).to_contain_text("is not a valid host")
+    expect(view.get_by_role("status", name="Requests")).to_contain_text("is not a valid host")
     view.screenshot(path=f"{output_path}/dark.png")
     assert complaints_of_axe(page) == []
     view.get_by_role("button", name="Stop cluster").focus()
@@ -262,8 +262,8 @@ def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output
 
 @pytest.mark.soak
 @pytest.mark.parametrize("server", ["notebook"], indirect=True)
-def test_in_jupyter_notebook_7(lab, page, notebook):
-    """The same view, and clicks are heard there too while a cell is busy."""
+def test_the_dashboard_works_in_jupyter_notebook_7(lab, page, notebook):
+    """The same view; clicks are handled while a cell runs."""
     run = notebook(lab.write("classic", LOAD, START, BUSY, "%elastic_stop"))
     run(0)
     run(1)
@@ -273,7 +273,7 @@ def test_in_jupyter_notebook_7(lab, page, notebook):
     expect(prompt(page, 2)).to_have_text("[*]:")
     view.get_by_label("Host to add").fill("127.0.0.2:1")
     view.get_by_role("button", name="Add host").click()
-    expect(view.get_by_role("status", name="Orders")).to_contain_text("up with 1 slot")
+    expect(view.get_by_role("status", name="Requests")).to_contain_text("up with 1 slot")
     expect(prompt(page, 2)).to_have_text("[*]:")
     view.get_by_role("button", name="Remove host 127.0.0.2").click()
     expect(view.locator(".nbe-table")).not_to_contain_text("127.0.0.2")

@@ -22,16 +22,16 @@ def test_a_kernel_that_does_not_answer_is_reported(view, clock):
     expect(view.page.get_by_role("alert")).to_be_hidden()
     clock.run_for(6_000)
     alert = view.page.get_by_role("alert")
-    expect(alert).to_have_text("No word from the kernel: it is busy, was restarted or is gone.")
+    expect(alert).to_have_text("No answer from the kernel: it is busy, was restarted or has ended.")
     dead, shown = view.page.locator(".nbe-warning"), datetime.fromtimestamp(NOW).astimezone().strftime("%H:%M:%S")
-    expect(dead).to_contain_text(re.compile(rf"silent for 1\d s\. What is shown is from {shown}\."))
+    expect(dead).to_contain_text(re.compile(rf"The last message came 1\d s ago\. The state shown is from {shown}\."))
     view.page.evaluate("""alerts => {
         window.spoken = 0;
         new MutationObserver(() => (window.spoken += 1)).observe(
             document.querySelector("[role=alert]"), { childList: true, characterData: true, subtree: true });
     }""")
     clock.run_for(5_000)
-    expect(dead).to_contain_text("silent for 2")
+    expect(dead).to_contain_text("The last message came 2")
     assert view.page.evaluate("window.spoken") == 0
     view.patch(step=2000)
     expect(view.page.get_by_role("alert")).to_be_hidden()

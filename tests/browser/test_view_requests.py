@@ -45,10 +45,10 @@ def test_a_request_without_an_answer_shows_that(view, clock, requests):
     view.open(state())
     button(view, "Remove host gpu2").click()
     clock.fast_forward(3_500)
-    expect(requests).to_have_text("remove gpu2: sent, no answer yet; is the kernel busy or gone?")
+    expect(requests).to_have_text("remove gpu2: sent, no answer yet; the kernel may be busy or have ended")
     view.page.evaluate("model.sendError = 'comm is closed'")
     button(view, "Remove host gpu2").click()
-    expect(requests).to_contain_text("refused, the kernel does not listen: Error: comm is closed")
+    expect(requests).to_contain_text("refused, it cannot be sent to the kernel: Error: comm is closed")
 
 
 def test_requests_of_others_are_shown_with_their_origin(view, requests):

@@ -49,9 +49,9 @@ export class Board {
   }
 
   makeTable() {
-    const hint = element("span", { class: "nbe-hidden" }, ". The arrow keys go from slot to slot.");
+    const hint = element("span", { class: "nbe-hidden" }, ". The arrow keys move from slot to slot.");
     const caption = element("caption", { class: "nbe-title" }, element("span", {}, "Hosts"), hint, this.legend);
-    const head = ["Host", "State", "CPU", "Memory", "GPU", "Slots", "Orders"].map((name) =>
+    const head = ["Host", "State", "CPU", "Memory", "GPU", "Slots", "Actions"].map((name) =>
       element("th", { role: "columnheader", scope: "col", class: name === "GPU" ? "nbe-gpu" : "" }, name),
     );
     const thead = element("thead", { role: "rowgroup" }, element("tr", { role: "row" }, ...head));

@@ -56,7 +56,7 @@ export class Connection {
     try {
       this.model.send({ ...query, id });
     } catch (error) {
-      this.settle(id, { error: `the kernel does not listen: ${error}` });
+      this.settle(id, { error: `the query cannot be sent to the kernel: ${error}` });
     }
   }
 

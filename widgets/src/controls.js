@@ -19,7 +19,7 @@ export class Controls {
     this.stop = confirmedButton(timers, "Stop cluster", "Really stop it?", stop, "nbe-danger");
     this.node = element(
       "div",
-      { class: "nbe-controls", role: "group", "aria-label": "Steering" },
+      { class: "nbe-controls", role: "group", "aria-label": "Controls" },
       this.makeHostForm(),
       this.makeScaleForm(),
       element("div", { class: "nbe-bar" }, this.stopJob, this.stop),

@@ -61,7 +61,7 @@ export class Overview {
       const value = sizeWithBounds(training ? state.world_size : ready, state.min, state.max);
       items.push([name, { value, title: bounds }]);
     }
-    items.push(["Generation", { value: number(state.generation), title: "One more with every change of the world" }]);
+    items.push(["Generation", { value: number(state.generation), title: "It grows by one with each change of the world" }]);
     items.push([
       "Step",
       { value: state.total ? `${number(state.step)} of ${number(state.total)}` : number(state.step) },

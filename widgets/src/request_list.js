@@ -21,7 +21,7 @@ export class RequestList {
     /** @type {?Set<string>} requests whose outcome was received; null before the first update */
     this.settled = null;
     const list = element("ul", { class: "nbe-requests" });
-    this.node = element("div", { role: "status", "aria-live": "polite", "aria-label": "Orders" }, list);
+    this.node = element("div", { role: "status", "aria-live": "polite", "aria-label": "Requests" }, list);
     /** @type {KeyedList<ShownRequest, null>} */
     this.list = new KeyedList(list, () => {
       const node = element("li");
@@ -41,13 +41,13 @@ export class RequestList {
       };
       this.timers.later(() => {
         const current = unanswered();
-        if (current) current.why = "no answer yet; is the kernel busy or gone?";
+        if (current) current.why = "no answer yet; the kernel may be busy or have ended";
         this.show();
       }, HINT_AFTER);
       this.timers.later(() => unanswered() && this.drop(status.id), MAX_UNANSWERED);
     } catch (error) {
       status.id = `unsent ${text}`;
-      Object.assign(status, { word: "refused", why: `the kernel does not listen: ${error}` });
+      Object.assign(status, { word: "refused", why: `it cannot be sent to the kernel: ${error}` });
       this.timers.later(() => this.drop(status.id), 3 * SHOW_OUTCOME);
     }
     this.shown.set(status.id, status);

@@ -9,7 +9,7 @@ export class Stacks {
     this.connection = connection;
     this.asking = this.closed = false;
     this.now = button("Stacks now", () => this.ask(), "nbe-small");
-    this.note = element("span", { class: "nbe-note", role: "status" }, "Where is every rank at this moment?");
+    this.note = element("span", { class: "nbe-note", role: "status" }, "Where is each rank at this moment?");
     this.list = element("div", { class: "nbe-stacks" });
     this.node = element("div", {}, element("div", { class: "nbe-bar" }, this.now, this.note), this.list);
   }

@@ -114,7 +114,7 @@ export class Timeline {
       shown.map((event) => [String(event.n), event]),
       null,
     );
-    const empty = category === "all" ? "Nothing has happened yet." : `No ${category}s among the events shown.`;
+    const empty = category === "all" ? "There are no events yet." : `No ${category}s among the events shown.`;
     setAttribute(this.log, "data-empty", shown.length ? null : empty);
     const first = this.events[0]?.n ?? 0;
     setDisabled(this.earlier, this.closed || !this.oldest || first <= this.oldest || this.events.length >= MAX_EVENTS);

@@ -171,7 +171,7 @@ export class View {
       this.connection.ask({ ask: "hello" }, () => {}, 6 * HELLO_TIMEOUT);
     }
     if (Date.now() - this.askedAt >= HELLO_TIMEOUT)
-      this.warn("No word from the kernel: it is busy, was restarted or is gone.", duration(quiet / 1000));
+      this.warn("No answer from the kernel: it is busy, was restarted or has ended.", duration(quiet / 1000));
   }
 
   /** Show that the view is out of date. */
@@ -179,8 +179,8 @@ export class View {
     this.warning.hidden = false;
     setText(this.problem, problem);
     const { time } = this.state();
-    const age = time ? `What is shown is from ${timeOfDay(time)}.` : "";
-    setText(this.age, `${quiet && `It has been silent for ${quiet}. `}${age}`);
+    const age = time ? `The state shown is from ${timeOfDay(time)}.` : "";
+    setText(this.age, `${quiet && `The last message came ${quiet} ago. `}${age}`);
     this.root.classList.add("nbe-outdated");
   }
 
@@ -200,7 +200,7 @@ export class View {
     if (connected === false) {
       this.connection.isClosed = true;
       if (this.state().phase !== "finished")
-        this.warn("The connection to the kernel is closed: it was restarted or is gone.");
+        this.warn("The connection to the kernel is closed: it was restarted or has ended.");
       this.drawSoon();
     } else {
       this.connection.isClosed = false;
