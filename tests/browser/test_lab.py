@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 LOAD = "%load_ext nbelastic"
 START = "%elastic_start --min 2 --max 4 --hosts localhost:2 --cooldown 0 0 --silence 2"
-TRAIN = """%%elastic_run --job job
-import os, time
+PROGRAM = """import os, time
 import torch, torch.distributed as dist
 import nbelastic as nbe
 
@@ -42,6 +41,7 @@ def train(state):
 
 train(state)
 """
+TRAIN = f"%%elastic_run --job job\n{PROGRAM}"
 BUSY = """import os, time
 while not os.path.exists("awake"):
     time.sleep(0.1)

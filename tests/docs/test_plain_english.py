@@ -21,7 +21,7 @@ TEST_FOLDERS = sorted(
     path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py")) and path.name != "docs"
 )
 TESTS_NOT_YET = {  # folders of tests that are still to be rewritten
-    *("agent", "benchmarks", "browser", "driver", "hosts", "notebook", "process"),
+    *("agent", "benchmarks", "driver", "hosts", "process"),
     *("slurm", "state", "transport"),
 }
 

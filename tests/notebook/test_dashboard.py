@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import get_args, get_type_hints
 
+import msgspec
 import pytest
 from fake_cluster import FakeCluster, merge
 from ipykernel.comm.comm import BaseComm
 
+from nbelastic.notebook import dashboard_contract as contract
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.dashboard_state import MAX_EVENTS
 from nbelastic.protocol.output_buffer import Line
@@ -50,6 +53,23 @@ def test_the_state_is_plain_json_for_all_reports(cluster, dashboard):
     assert state["reason"] == "<script>alert(1)</script>"
     assert "/logs" not in json.dumps(state)
     assert state["events"][-1]["took"] == {"took": 3.5}
+
+
+def test_messages_have_the_types_of_the_contract(cluster, dashboard, replies):
+    """The state, the answers to all queries, and the requests that a view may send."""
+    cluster.run_cell("").lines = [("a/0#1", Line(1, "out", "a line", 0))]
+    cluster.shown_stacks = [WorkerStack("a/0#1", 0, "train.py:9", "all_reduce"), WorkerStack("b/1#1", None, "", "")]
+    cluster.run_for_show()
+    state = json.loads(json.dumps(dashboard.state))
+    assert contract.KeyFrame.__annotations__.keys() == state.keys()
+    msgspec.convert(state, contract.KeyFrame)
+    for ask, answer in get_type_hints(contract.Answers).items():
+        click(dashboard, {"ask": ask, "id": ask, "since": 0})
+        sent = json.loads(json.dumps(replies.pop()))
+        assert (sent.pop("reply"), sent.keys()) == (ask, answer.__annotations__.keys())
+        msgspec.convert(sent, answer)
+    tags = [request.__struct_config__.tag for request in get_args(contract.AnyRequest)]
+    assert tags == ["add_host", "remove_host", "restart", "scale", "stop_job", "stop"]
 
 
 def test_only_the_last_events_are_sent_with_their_numbers(cluster, dashboard):

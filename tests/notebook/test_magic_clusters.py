@@ -204,11 +204,15 @@ def test_equal_stacks_are_printed_once(ip, cluster, capsys):
         WorkerStack("b/0#1", 2, "train.py:9", "  all_reduce\n"),
         WorkerStack("b/1#1", None, "", ""),
     ]
-    assert output_of(ip, capsys, "%elastic_stacks") == (
-        "ranks 0, 2 · a/0#1, b/0#1 · train.py:9\n  all_reduce\n\n"
-        "rank 1 · a/1#1 · train.py:4 in load · 3 s behind at commit 2\n  sleep\n\n"
-        "b/1#1 · no answer: its process is suspended, or C code holds the GIL"
-    )
+    assert output_of(ip, capsys, "%elastic_stacks").split("\n") == [
+        "ranks 0, 2 · a/0#1, b/0#1 · train.py:9",
+        "  all_reduce",
+        "",
+        "rank 1 · a/1#1 · train.py:4 in load · 3 s behind at commit 2",
+        "  sleep",
+        "",
+        "b/1#1 · no answer: its process is suspended, or C code holds the GIL",
+    ]
     assert output_of(ip, capsys, "%elastic_stacks 1").startswith("rank 1 · a/1#1")
     assert output_of(ip, capsys, "%elastic_stacks 7") == "UsageError: there is no rank 7 now."
 
