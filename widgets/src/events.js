@@ -35,7 +35,7 @@ export function categories(/** @type {Event} */ event) {
 }
 
 /**
- * The size of the world over time as a step line in a box of 100 by 100, and the place of each event on it.
+ * The size of the world over time as a step line in a box of 100 by 100, with the place of each event.
  * @param {Event[]} events oldest first @param {number} now
  */
 export function sizeChart(events, now) {
