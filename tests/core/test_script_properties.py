@@ -162,6 +162,8 @@ class AnyScript(RuleBasedStateMachine):
         assert play.inside == {seat.host for seat in group.assignments}
         room = group.limits.most - group.size
         outside = [node for host, node in group.nodes.items() if host not in play.inside]
+        if group.size + sum(node.slots for node in outside) < group.limits.min:  # a round of all nodes could not form
+            return
         assert all((node.slots if node.external else 1) > room for node in outside), f"{group.size} train: {play.why}"
 
     def _come_back(self, host: str) -> None:

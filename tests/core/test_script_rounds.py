@@ -78,6 +78,16 @@ def test_survivors_keep_the_low_ranks_whatever_hosts_are_called():
     assert play.look().assignments == [("c", 1), ("a", 1)]
 
 
+def test_a_minimum_that_all_nodes_do_not_reach_leaves_the_round_as_it_is():
+    """`min` is raised above the workers of all nodes: the round goes on, as a larger one could not form."""
+    play = Play("b:1", "a:1", min=1, max=1)
+    assert play.assignments == [("b", 1)]
+    play.allow(3, None)
+    assert play.look().wait(60.0).assignments == [("b", 1)]
+    play.allow(2, None)
+    assert play.look().assignments == [("b", 1), ("a", 1)]
+
+
 def test_hosts_that_come_together_are_ordered_as_they_came():
     """The first round orders new hosts as the cluster got them."""
     play = Play("b:2", "a:1", "c:1")
