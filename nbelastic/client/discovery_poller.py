@@ -11,7 +11,7 @@ from nbelastic.client.connection import Connection
 from nbelastic.protocol.host_sources import HostDiscovery
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.requests import HostsFound
-from nbelastic.provision.discovery import watch
+from nbelastic.provision.discovery import poll_discovery
 from nbelastic.system.fault_handling import report_to_log, supervise
 
 
@@ -22,7 +22,7 @@ class DiscoveryPoller:
         self._driver, self._key = driver, key
         self._loop = asyncio.new_event_loop()
         report_failure, report_recovery = partial(self._send, None, failed=True), partial(self._send, None)
-        poll = partial(watch, discovery, self._send, report_failure, report_recovery)
+        poll = partial(poll_discovery, discovery, self._send, report_failure, report_recovery)
         self._task = self._loop.create_task(supervise("a discovery in this kernel", poll, report_to_log))
         self._thread = threading.Thread(target=self._run, name="nbelastic-discovery-poller", daemon=True)
         self._thread.start()

@@ -24,7 +24,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.settings import NCCL_ENVIRONMENT, Settings
 from nbelastic.provision.launchers import AdoptedAgent, Agent, BatchJobAgent
-from nbelastic.provision.tcp_proxy import Doors
+from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.system.fault_handling import Report
 from nbelastic.system.folder_paths import batch_folder
 from nbelastic.transport.keys import Keys
@@ -81,7 +81,7 @@ class Agents:
         self._loop = asyncio.get_running_loop()
         self._handles: dict[str, _AgentHandle] = {}  # by host
         self.started_count = 0
-        self.tcp_proxies = Doors(settings.driver_lease, self._expected_workers)
+        self.tcp_proxies = ProxySet(settings.driver_lease, self._expected_workers)
         self.spawner = WorkerSpawner(
             settings,
             dependencies.controller,
@@ -106,7 +106,7 @@ class Agents:
     async def adopt(self, saved: DriverSnapshot) -> None:
         """Take over the agents and the controller of the previous driver. Events report those that have ended."""
         self.started_count = saved.agents_started
-        self.tcp_proxies.adopt(saved.doors, saved.gates)
+        self.tcp_proxies.adopt(saved.proxied_endpoints, saved.proxies)
         for host, old in saved.agents.items():
             handle = self._handles[host] = _AgentHandle(host, old.number)
             handle.driver_address, handle.rehome = old.driver_address, old.rehome
@@ -150,7 +150,7 @@ class Agents:
         """Replace TCP proxies that have ended or are stopped, until cancelled."""
         while True:
             await asyncio.sleep(PROXY_CHECK_INTERVAL)
-            for address in self.tcp_proxies.mend():
+            for address in self.tcp_proxies.restart_dead():
                 text = f"the TCP proxy at {address} had ended or was stopped; nbelastic started it again"
                 self._record(cmd.Record("gate-started", text))
 
@@ -175,7 +175,7 @@ class Agents:
 
     def proxied_address(self, driver_address: str, endpoint: str) -> str:
         """The endpoint at `driver_address` through which other machines reach a loopback endpoint of this machine."""
-        return self.tcp_proxies.lead(driver_address, endpoint)
+        return self.tcp_proxies.proxied_endpoint(driver_address, endpoint)
 
     def driver_address_for(self, host: str) -> str:
         """The driver's address as the host reaches it; empty if the host is the same machine."""
@@ -261,7 +261,7 @@ class Agents:
         """Have a host's agent start a worker. `connection`: of ipyparallel's controller."""
         handle = self._handles.get(w.host)
         if handle is not None:
-            proxied = self.tcp_proxies.lead_engines(handle.driver_address, connection)
+            proxied = self.tcp_proxies.proxied_connection(handle.driver_address, connection)
             self._server.send(handle.peer, agent_messages.Spawn(w, str(log_dir), proxied))
 
     def _stop(self, host: str) -> None:

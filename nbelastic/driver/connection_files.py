@@ -13,7 +13,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.timeouts import LEASE
-from nbelastic.provision.launchers import here_towards
+from nbelastic.provision.host_location import driver_address_towards
 from nbelastic.system.future_results import resolve_if_pending
 from nbelastic.transport import cluster_file
 from nbelastic.transport.keys import Keys
@@ -40,7 +40,7 @@ class ConnectionFiles:
     async def _create(self, host: HostSpec | None, result: Future[Path]) -> None:
         settings, name, address = self._settings, cluster_file.NAME, self._address
         try:
-            driver_address = await here_towards(host) if host is not None else ""
+            driver_address = await driver_address_towards(host) if host is not None else ""
             if driver_address:
                 address = self._agents.proxied_address(driver_address, address)
                 name = f"cluster-{driver_address.replace(':', '_')}.json"

@@ -14,7 +14,8 @@ from nbelastic.driver.clock import Clock
 from nbelastic.ipp.supervisor import Supervisor
 from nbelastic.protocol import messages
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.provision.launchers import Agent, agent_for, locate
+from nbelastic.provision.host_location import locate
+from nbelastic.provision.launchers import Agent, agent_for
 from nbelastic.transport.server import Server
 
 # Starts a background task that is started again whenever it fails. The text names it in error reports.

@@ -11,7 +11,7 @@ from nbelastic.driver.dependencies import StartTask
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.host_sources import ClientDiscovery, EntryPoint, ListedHosts, ScriptSource, Source
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.provision.discovery import opened, watch
+from nbelastic.provision.discovery import open_discovery, poll_discovery
 
 
 class Discoveries:
@@ -33,7 +33,9 @@ class Discoveries:
         """Use this discovery from now on. One in a kernel replaces the present one with its first report."""
         if isinstance(source, ScriptSource | EntryPoint):
             failed, recovered = partial(self._on_report, None, failed=True), partial(self._on_report, None)
-            poll = partial(watch, opened(source), self._on_report, failed, recovered)  # before any change: it may raise
+            poll = partial(
+                poll_discovery, open_discovery(source), self._on_report, failed, recovered
+            )  # before any change: it may raise
         if isinstance(source, ClientDiscovery):
             self._next_client_key = source.key
             if not self._client_key and self._task is None:

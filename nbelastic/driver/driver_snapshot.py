@@ -16,7 +16,7 @@ from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.local_clusters import SNAPSHOT_FILE, read
 from nbelastic.protocol.script_events import Terms
-from nbelastic.provision.tcp_proxy import SavedGate
+from nbelastic.provision.tcp_proxy import SavedProxy
 from nbelastic.system.private_files import replace_private
 from nbelastic.transport.keys import Keys
 
@@ -68,8 +68,8 @@ class DriverSnapshot(msgspec.Struct, frozen=True):
     cluster: SavedCluster
     agents: dict[str, SavedAgent] = {}
     controller: str = ""
-    gates: tuple[SavedGate, ...] = ()
-    doors: tuple[tuple[str, str, str], ...] = ()
+    proxies: tuple[SavedProxy, ...] = ()
+    proxied_endpoints: tuple[tuple[str, str, str], ...] = ()
     agents_started: int = 0  # so far
     submitted: int = 0  # jobs so far
     processes: tuple[str, ...] = ()  # all on this machine that outlive the driver

@@ -106,8 +106,12 @@ class SnapshotWriter:
 
     def _snapshot(self, cluster: SavedCluster) -> DriverSnapshot:
         settings, job, proxies = self._settings, self.job, self._agents.tcp_proxies
-        agents, gates, controller = self._agents.saved(), proxies.saved, self._agents.spawner.controller_process
-        processes = (controller, *(gate.process for gate in gates), *(agent.process for agent in agents.values()))
+        agents, saved_proxies, controller = self._agents.saved(), proxies.saved, self._agents.spawner.controller_process
+        processes = (
+            controller,
+            *(proxy.process for proxy in saved_proxies),
+            *(agent.process for agent in agents.values()),
+        )
         is_over = job is None or job.over is not None or (cluster.job == job.name and cluster.outcome)
         return DriverSnapshot(
             version=versions.nbelastic_version(),
@@ -121,8 +125,8 @@ class SnapshotWriter:
             cluster=cluster,
             agents=agents,
             controller=controller,
-            gates=gates,
-            doors=proxies.links,
+            proxies=saved_proxies,
+            proxied_endpoints=proxies.endpoints,
             agents_started=self._agents.started_count,
             submitted=self.submitted,
             processes=tuple(filter(None, processes)),

@@ -1,7 +1,8 @@
-"""An agent as a batch job: one job, one node, one agent, by any of ipyparallel's batch launchers.
+"""An agent as a batch job on one node, submitted by any of ipyparallel's batch launchers.
 
-The batch system gets a script with no secret in it. That script runs another, 0600, which sets the agent's environment
-and starts it; the keys are in the agent's configuration, 0600 too. Both lie in the run folder, which the nodes must see.
+The batch system receives a script without secrets. That script runs a second one (mode 0600), which sets the agent's
+environment and starts it. The keys are in the agent's configuration (mode 0600). Both files are in the run folder, which
+must be on a file system that the nodes share.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from ipyparallel.cluster import launcher as ipp
 from traitlets import List, TraitError, Unicode
 
 from nbelastic.errors import DiscoveryError, UsageError
-from nbelastic.provision.discovery import finish
+from nbelastic.provision.run_program import run_program
 from nbelastic.provision.ssh import AGENT
 from nbelastic.system.private_files import make_private, replace_private
 from nbelastic.system.processes import last_output
 
 GROUP = "ipyparallel.engine_launchers"
-SUBMIT = 60.0  # seconds that a submission may take
-ASK = 20.0  # seconds that a question for a job's state may take
-EVERY = 2.0  # seconds between two of them; the controller is shared by many people
+SUBMIT_TIMEOUT = 60.0  # seconds that a submission may take
+QUERY_TIMEOUT = 20.0  # seconds that a query of a job's state may take
+POLL = 2.0  # seconds between two queries of the batch system's controller, which many users share
 
-# Beside ipyparallel's own, which are made for many engines with srun: a step of srun would have one CPU only, and a job
-# that the batch system starts again by itself would be an agent that nobody expects.
+# ipyparallel's own templates start many engines with srun, whose step would have one CPU only. Requeueing is off: the
+# driver would not know an agent that the batch system has started again.
 _SLURM = """#!/bin/sh
 #SBATCH --job-name={job_name}
 #SBATCH --export=ALL
@@ -86,71 +87,79 @@ _TEMPLATES = {
     ipp.LSFEngineSetLauncher: _LSF,
     ipp.HTCondorEngineSetLauncher: _HTCONDOR,
 }
-_OURS = {"batch_file_name", "output_file", "environment", "engine_cmd", "engine_args", "output_limit", "stop_timeout"}
+_RESERVED = {
+    "batch_file_name",
+    "output_file",
+    "environment",
+    "engine_cmd",
+    "engine_args",
+    "output_limit",
+    "stop_timeout",
+}
 _CANCEL = 'for i in 1 2 3; do "$@" && exit; sleep 2; done >/dev/null 2>&1 </dev/null &'
-# Slurm's words for a job's state (squeue's manual), and ours
-_ALIVE = {"PENDING": "queued", "REQUEUED": "queued", "CONFIGURING": "node starting", "RUNNING": "running"}
+# Slurm's states of a job (manual page squeue), and what the dashboard shows for them
+_UNFINISHED = {"PENDING": "queued", "REQUEUED": "queued", "CONFIGURING": "node starting", "RUNNING": "running"}
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
 _ENDED |= {"OUT_OF_MEMORY", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"}
 
 
 def launcher_class(name: str) -> type[Any]:
-    """A batch launcher of ipyparallel by its entry point. UsageError if there is none, or if it is no batch launcher."""
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name in found:
+    """The batch launcher of ipyparallel with this entry point. UsageError if there is none, or it is of another kind."""
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in installed:
         try:
-            cls: type[Any] = found[name].load()
+            cls: type[Any] = installed[name].load()
         except Exception as error:
-            raise UsageError(f"the launcher {name!r} ({found[name].value}) does not work: {error!r}.") from error
+            raise UsageError(f"the launcher {name!r} ({installed[name].value}) does not work: {error!r}.") from error
         if issubclass(cls, ipp.BatchSystemLauncher):
             return cls
     batch = []
-    for entry in found.values():
-        with suppress(Exception):  # another one's trouble
+    for entry in installed.values():
+        with suppress(Exception):  # a third party's launcher that does not work is not offered
             if issubclass(entry.load(), ipp.BatchSystemLauncher):
                 batch.append(entry.name)
-    raise UsageError(f"{name!r} is no batch launcher: choose one of {', '.join(sorted(batch))}.")
+    raise UsageError(f"{name!r} is not a batch launcher: choose one of {', '.join(sorted(batch))}.")
 
 
 def check_options(launcher: str, options: Mapping[str, Any]) -> None:
-    """UsageError for an unknown launcher, an unknown option of it, or a value that the option cannot have."""
-    _make(launcher, options, output_file=os.devnull)
+    """UsageError for an unknown launcher, an unknown option, or an invalid value."""
+    _make_launcher(launcher, options, output_file=os.devnull)
 
 
-def _make(launcher: str, options: Mapping[str, Any], **ours: Any) -> Any:
+def _make_launcher(launcher: str, options: Mapping[str, Any], **reserved: Any) -> Any:
     cls = launcher_class(launcher)
-    traits = {name: trait for name, trait in cls.class_traits(config=True).items() if name not in _OURS}
+    traits = {name: trait for name, trait in cls.class_traits(config=True).items() if name not in _RESERVED}
     unknown = sorted(set(options) - set(traits))
     if unknown:
         raise UsageError(f"{launcher} has no option {unknown[0]!r}: choose among {', '.join(sorted(traits))}.")
     values = {}
     try:
         for name, value in options.items():
-            values[name] = _parsed(traits[name], value) if isinstance(value, str) else value
-        made = cls(**values, **ours)
+            values[name] = _parse_option(traits[name], value) if isinstance(value, str) else value
+        made = cls(**values, **reserved)
     except (TraitError, ValueError) as error:
         raise UsageError(f"{launcher}: {error}") from None
     if not (made.batch_template or made.batch_template_file):
         made.default_template = _TEMPLATES.get(cls, made.default_template)
         if not made.default_template:
-            raise UsageError(f"{launcher} has no template for its batch scripts: give it as batch_template.")
+            raise UsageError(f"{launcher} has no template for its batch scripts: set batch_template.")
     if not (made.submit_command and made.submit_command[0]):
-        raise UsageError(f"{launcher} has no command for submitting: give it as submit_command.")
+        raise UsageError(f"{launcher} has no command to submit jobs: set submit_command.")
     return made
 
 
-def _parsed(trait: Any, text: str) -> Any:
-    """An option's value as people write it."""
+def _parse_option(trait: Any, text: str) -> Any:
+    """An option's value from the user's text."""
     if isinstance(trait, List):
         return shlex.split(text)
     return text if isinstance(trait, Unicode) else trait.from_string(text)
 
 
 class BatchAgent:
-    """An agent as a job. `on_stop(exit code or None)` is called in the loop's thread, once.
+    """An agent as a batch job. `on_stop(exit code or None)` is called once, in the loop's thread.
 
-    It comes after a failed submission, after `kill()`, and from `state()` when the job is found to have ended. What
-    happens to a running agent otherwise is not told by batch systems: the link has to notice.
+    It is called after a failed submission, after `kill()`, and by `state()` when the job has ended. Batch systems do not
+    report that a job has ended; without `state()` the driver notices it when the agent's connection is lost.
     """
 
     def __init__(
@@ -163,27 +172,27 @@ class BatchAgent:
         *,
         number: int,
     ) -> None:
-        """`options`: traits of the launcher's class, like `queue`. UsageError if it or they are not to be had.
+        """`options`: traits of the launcher's class, as `queue`. UsageError as from `check_options`.
 
-        `number` is another one for each: a host's next agent may start before this one's job has gone.
+        `number`: unique among the cluster's agents: a host's next agent may start before this one's job has ended.
         """
-        stem = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "_" for c in host)
-        own = f"agent-{stem}-{number}"
-        self._config, self._script, self._log = (run_folder / f"{own}.{kind}" for kind in ("json", "sh", "log"))
-        self._stem, self._on_stop = stem, on_stop
-        self._launcher = _make(
+        host = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "_" for c in host)
+        stem = f"agent-{host}-{number}"
+        self._config, self._script, self._log = (run_folder / f"{stem}.{kind}" for kind in ("json", "sh", "log"))
+        self._host, self._on_stop = host, on_stop
+        self._launcher = _make_launcher(
             launcher,
             options,
             work_dir=str(run_folder),
-            batch_file_name=f"{own}.batch",
+            batch_file_name=f"{stem}.batch",
             output_file=str(self._log),
         )
         self._slurm = isinstance(self._launcher, ipp.SlurmLauncher)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self.job = ""  # its number, once it is submitted
-        self._killed = self._over = False
-        self._said = ""  # of the batch system
+        self._killed = self._ended = False
+        self._error = ""  # from the batch system
         self._state = ""
         self._asked_at = float("-inf")
 
@@ -192,9 +201,9 @@ class BatchAgent:
     def start(
         self, config: Mapping[str, Any], environment: Mapping[str, str], python: str | None, cwd: str | None
     ) -> None:
-        """Submit the job, in a thread of its own: returns at once.
+        """Submit the job in another thread; return at once.
 
-        `python` is the nodes' interpreter (by default this one's path), `cwd` the agent's folder.
+        `python`: the interpreter on the node, by default the path of this one. `cwd`: the agent's folder.
         """
         self._loop = asyncio.get_running_loop()
         variables = {"NBELASTIC_AGENT": str(self._config), **environment}
@@ -207,63 +216,63 @@ class BatchAgent:
         threading.Thread(target=self._submit, args=(texts, slots), name="nbelastic-submit").start()
 
     def adopt(self, job: str) -> None:
-        """Instead of `start`: the job is there, by an earlier driver."""
+        """Take over a job that an earlier driver has submitted, instead of `start`."""
         self._loop = asyncio.get_running_loop()
         self.job = job
 
     def kill(self) -> None:
-        """Cancel the job, wherever it is, and return at once. It is tried three times, even if this process ends."""
+        """Cancel the job and return at once. Another process tries three times, also if this one ends."""
         with self._lock:
             self._killed = True
             job = self.job
-        if job and not self._over:
+        if job and not self._ended:
             self._cancel(job)
-        self._clean()
+        self._remove_secrets()
         if self._loop is not None:
             self._loop.call_soon(self._end, None)
 
     def output(self) -> str:
-        """What the batch system said if the job failed, and the last lines of what the agent printed."""
-        return "\n".join(filter(None, [self._said, *last_output(self._log).strip().splitlines()[-5:]]))
+        """The batch system's error if the job failed, and the last lines that the agent printed."""
+        return "\n".join(filter(None, [self._error, *last_output(self._log).strip().splitlines()[-5:]]))
 
     async def state(self) -> str:
-        """A word for people: `queued (Resources)`, `running`; empty if it is not known (yet, or in this batch system).
+        """The job's state for people, as `queued (Resources)` or `running`; empty if it is not known.
 
-        With Slurm the controller is asked, at most every 2 s, and if the job has ended `on_stop` is called.
+        It is known for Slurm only, whose controller is queried at most every 2 s. Calls `on_stop` if the job has ended.
         """
-        if not self.job or not self._slurm or self._over or time.monotonic() < self._asked_at + EVERY:
+        if not self.job or not self._slurm or self._ended or time.monotonic() < self._asked_at + POLL:
             return self._state
         self._asked_at = time.monotonic()
         try:
-            code, out, err = await finish(["scontrol", "-o", "show", "job", self.job], ASK)
+            code, out, err = await run_program(["scontrol", "-o", "show", "job", self.job], QUERY_TIMEOUT)
         except DiscoveryError:
             return self._state
-        if code and "Invalid job id" not in err:  # the controller is busy or away
+        if code and "Invalid job id" not in err:  # the controller is busy or unreachable
             return self._state
-        word = _field(out, "JobState") or "forgotten by Slurm"
+        state = _field(out, "JobState") or "unknown to Slurm"
         reason = _field(out, "Reason").replace("_", " ")
         why = f" ({reason})" if reason not in ("", "None") else ""
-        if code or word in _ENDED:
-            self._state, self._said = "", f"Slurm job {self.job}: {word}{why}"
-            self._clean()
-            self._end(_exit_code(word, _field(out, "ExitCode")))
+        if code or state in _ENDED:
+            self._state, self._error = "", f"Slurm job {self.job}: {state}{why}"
+            self._remove_secrets()
+            self._end(_exit_code(state, _field(out, "ExitCode")))
         else:
-            self._state = _ALIVE.get(word, word.lower()) + (why if word == "PENDING" else "")
+            self._state = _UNFINISHED.get(state, state.lower()) + (why if state == "PENDING" else "")
         return self._state
 
     def _end(self, code: int | None) -> None:
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._on_stop(code)
 
-    def _fail(self, said: str) -> None:
-        self._said = said
+    def _fail(self, error: str) -> None:
+        self._error = error
         self._end(1)
 
-    # ---- in the thread of the submission ----
+    # ---- in the submission's thread ----
 
     def _submit(self, texts: Mapping[Path, str], slots: str) -> None:
-        job, said = "", ""
+        job, failure = "", ""
         try:
             if not self._killed:
                 for path, text in texts.items():
@@ -272,64 +281,64 @@ class BatchAgent:
                 self._prepare(slots)
                 job = str(self._launcher.start(1))
         except Exception as error:  # noqa: BLE001  (it may be a third party's launcher)
-            said = str(error) or repr(error)
+            failure = str(error) or repr(error)
         with self._lock:
             self.job = job
             killed = self._killed
         if killed and job:
             self._cancel(job)
-        if killed or said:
-            self._clean()
-        if said and self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended: nobody is interested
-                self._loop.call_soon_threadsafe(self._fail, said)
+        if killed or failure:
+            self._remove_secrets()
+        if failure and self._loop is not None:
+            with suppress(RuntimeError):  # the driver's loop is closed
+                self._loop.call_soon_threadsafe(self._fail, failure)
 
     def _prepare(self, slots: str) -> None:
-        """What the launcher shall write and run."""
+        """Set what the launcher writes into the batch script, and how it submits that."""
         made = self._launcher
         made.program, made.program_args = ["/bin/sh"], [str(self._script)]
-        made._run_command = _run  # ipyparallel's lets the message go to the kernel's terminal
+        made._run_command = _run  # ipyparallel's prints error messages to the kernel's terminal
         made.namespace = {
             "slots": slots,
-            "job_name": f"nbelastic-{self._stem}",
-            "short_name": f"nb-{self._stem}"[:15],  # PBS takes no longer ones
+            "job_name": f"nbelastic-{self._host}",
+            "short_name": f"nb-{self._host}"[:15],  # PBS accepts at most 15 characters
             **made.namespace,
         }
         if self._slurm and not made.options:
             made.default_template = made.default_template.replace("#SBATCH {options}\n", "")
         if isinstance(made, (ipp.PBSLauncher, ipp.LSFLauncher)):
-            made.job_array_template = ""  # a job, not an array of one: those are cancelled by other names
+            made.job_array_template = ""  # not an array of one job, which has another name when it is cancelled
         if isinstance(made, ipp.LSFLauncher) and made.submit_command == ["bsub"]:
-            # ipyparallel hands this to a shell and looks at nothing but the output.
+            # ipyparallel passes the command to a shell, and reads only the output.
             made.submit_command, made.job_id_regexp, made.job_id_regexp_group = ["bsub 2>&1 "], r"<(\d+)>", 1
 
     def _cancel(self, job: str) -> None:
-        """In a process that does not end with us and that nobody has to wait for."""
+        """Cancel the job in a process that outlives this one; return at once."""
         command = ["/bin/sh", "-c", _CANCEL, "sh", *self._launcher.delete_command, job]
         subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
 
-    def _clean(self) -> None:
-        """There are keys in the configuration, and the environment may hold some."""
+    def _remove_secrets(self) -> None:
+        """Remove the configuration, which holds keys, and the script: the environment in it may hold some."""
         for path in (self._config, self._script):
             with suppress(OSError):
                 path.unlink()
 
 
 def _run(command: list[str], **settings: Any) -> str:
-    """Run a command of the batch system. LauncherError with what it says if it fails."""
+    """Run a command of the batch system and return its output. LauncherError with its message if it fails."""
     name = command[0]
     try:
         done: subprocess.CompletedProcess[bytes] = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=SUBMIT,
+            timeout=SUBMIT_TIMEOUT,
             check=False,
-            start_new_session=True,  # Ctrl-C in the notebook is not meant for it
+            start_new_session=True,  # an interrupt of the notebook must not reach it
             **settings,
         )
     except subprocess.TimeoutExpired:
-        raise ipp.LauncherError(f"{name} did not answer within {SUBMIT:g} s") from None
+        raise ipp.LauncherError(f"{name} did not answer within {SUBMIT_TIMEOUT:g} s") from None
     except OSError as error:
         raise ipp.LauncherError(
             f"{name} cannot be run: {error.strerror}; is its batch system installed here?"
@@ -341,14 +350,14 @@ def _run(command: list[str], **settings: Any) -> str:
 
 
 def _field(text: str, name: str) -> str:
-    """A field of `scontrol -o show job`."""
+    """A field in the output of `scontrol -o show job`."""
     match = re.search(rf"(?<!\S){name}=(\S*)", text)
     return match[1] if match else ""
 
 
-def _exit_code(word: str, field: str) -> int:
-    """Slurm's `code:signal` as one number, as Python has it; 0 only for a job that has done well."""
+def _exit_code(state: str, field: str) -> int:
+    """Slurm's `code:signal` as Python's exit code, negative for a signal; 0 only for a completed job."""
     code, _, signal = field.partition(":")
     if signal.isdigit() and int(signal):
         return -int(signal)
-    return int(code) if code.isdigit() and int(code) else int(word != "COMPLETED")
+    return int(code) if code.isdigit() and int(code) else int(state != "COMPLETED")

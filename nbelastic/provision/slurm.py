@@ -1,6 +1,6 @@
-"""Hosts from a Slurm allocation: the nodes of the job that this process runs in, as `scontrol` tells them.
+"""Hosts from a Slurm allocation: the nodes of the job in which this process runs, as `scontrol` prints them.
 
-What `scontrol show job` prints, and the words in a node's state, are Slurm's own (its manual pages scontrol and sinfo).
+The output of `scontrol show job` and the states of nodes are described in the manual pages scontrol and sinfo.
 """
 
 from __future__ import annotations
@@ -13,51 +13,51 @@ from typing import NamedTuple
 
 from nbelastic.errors import DiscoveryError
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.provision.discovery import finish
+from nbelastic.provision.run_program import run_program
 
-TIMEOUT = 20.0  # seconds that scontrol may take; it waits 10 s for a busy controller by itself
-EVERY = 5.0  # seconds between questions to the controller, which many people share
-AWAY = ("DOWN", "DRAIN", "FAIL", "ERROR", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")  # how such words begin
+TIMEOUT = 20.0  # seconds that scontrol may take; it waits 10 s by itself for a busy controller
+POLL = 5.0  # seconds between two queries of Slurm's controller, which many users share
+UNUSABLE = ("DOWN", "DRAIN", "FAIL", "ERROR", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")  # beginnings of states
 _GPUS = re.compile(r"\bgpu(?::[^:,()\s]+)??:(\d+)(?=[(,\s]|$)")
 
 
 class Share(NamedTuple):
-    """What a job has of one node."""
+    """A job's share of one node."""
 
     cpus: int
     gpus: int
 
 
 class Job(NamedTuple):
-    """What `scontrol -d show job` says of one (component of a) job. `shares` is by groups of nodes, as Slurm writes them."""
+    """A job, or one component of a heterogeneous job, from `scontrol -d show job`. `shares`: by group of nodes."""
 
     state: str
-    nodes: str
+    nodes: str  # as Slurm writes groups: `gpu[1-3,7]`
     node_count: int
     cpus: int
     tasks: int
-    tasks_per_node: int  # 0: not asked for
+    tasks_per_node: int  # 0: the user gave no number
     cpus_per_task: int
     shares: Mapping[str, Share]
 
 
 class SlurmDiscovery:
-    """The nodes of this Slurm job that can be used now.
+    """The usable nodes of this Slurm job.
 
-    Each has `slots`, or if nobody says so: one per GPU of the job there; without GPUs one per task of the job
-    (`--ntasks-per-node` or `--ntasks`); without either as many as the job has CPUs for
-    (`--cpus-per-task` each). A node that is down, drained, failing or silent is left out until it is back; a job that
-    shrinks takes its nodes along. The controller is asked once in `every` seconds.
+    Without `slots` a node has one slot per GPU of the job there; without GPUs one per task (`--ntasks-per-node` or
+    `--ntasks`); without either as many as the job's CPUs there allow (`--cpus-per-task`). A node that is down, drained,
+    failing or unresponsive is left out until it recovers. Nodes that the job gives back are left out. `every`: seconds
+    between two queries of Slurm's controller.
     """
 
-    def __init__(self, slots: int | None = None, *, every: float = EVERY) -> None:
+    def __init__(self, slots: int | None = None, *, every: float = POLL) -> None:
         """DiscoveryError outside an allocation."""
         self._slots, self._every = slots, every
         job = os.environ.get("SLURM_JOB_ID", "")
         if not job:
             raise DiscoveryError(
-                "this process is in no Slurm job (SLURM_JOB_ID is not set): start Jupyter in one, with salloc or sbatch, "
-                'or let every host be a job of its own with launcher="slurm".'
+                "this process is not in a Slurm job (SLURM_JOB_ID is not set): start Jupyter in one with salloc or sbatch, "
+                'or submit one job per host with launcher="slurm".'
             )
         self._job = job
         self._expanded: dict[str, tuple[str, ...]] = {}
@@ -69,46 +69,46 @@ class SlurmDiscovery:
         if time.monotonic() >= self._asked_at + self._every:
             self._asked_at = time.monotonic()
             try:
-                self._answer = await self._look()
+                self._answer = await self._query()
             except DiscoveryError as error:
                 self._answer = error
         if isinstance(self._answer, DiscoveryError):
             raise self._answer
         return self._answer
 
-    async def _look(self) -> tuple[HostSpec, ...]:
+    async def _query(self) -> tuple[HostSpec, ...]:
         found: dict[str, int] = {}
         for job in jobs(await scontrol("-d", "show", "job", self._job)):
             if job.state != "RUNNING":
                 raise DiscoveryError(
-                    f"the Slurm job {self._job} of this process is {job.state}: it gives no nodes now."
+                    f"the Slurm job {self._job} of this process is {job.state}: it has no usable nodes now."
                 )
             shares = {name: share for group, share in job.shares.items() for name in await self._expand(group)}
-            usable = states(await scontrol("-o", "show", "node", job.nodes))
+            node_states = states(await scontrol("-o", "show", "node", job.nodes))
             for name in await self._expand(job.nodes):
-                if not away(usable.get(name, "")):
+                if not is_unusable(node_states.get(name, "")):
                     found[name] = found.get(name, 0) + slots_on(job, shares.get(name))
         if not self._slots:
             return tuple(HostSpec(name, slots, "") for name, slots in found.items())
         return tuple(HostSpec(name, self._slots, "") for name in found)
 
     async def _expand(self, nodes: str) -> tuple[str, ...]:
-        """`gpu[1-3,7]` in full, in order."""
+        """The names of the nodes in a group as `gpu[1-3,7]`, in order."""
         if nodes not in self._expanded:
             self._expanded[nodes] = tuple((await scontrol("show", "hostnames", nodes)).split())
         return self._expanded[nodes]
 
 
 async def scontrol(*words: str) -> str:
-    """What it prints. DiscoveryError with its message if it fails."""
-    code, out, err = await finish(["scontrol", *words], TIMEOUT)
+    """The output of scontrol. DiscoveryError with its message if it fails."""
+    code, out, err = await run_program(["scontrol", *words], TIMEOUT)
     if code:
         raise DiscoveryError(f"scontrol {' '.join(words)} failed with exit code {code}: {(err or out).strip()[-500:]}")
     return out
 
 
 def jobs(text: str) -> list[Job]:
-    """The components of a job (one, if it is not heterogeneous), from `scontrol -d show job`."""
+    """The components of a job, from `scontrol -d show job`; one if the job is not heterogeneous."""
     return [_job(part) for part in re.split(r"\n\s*\n", text) if "JobState=" in part]
 
 
@@ -133,29 +133,29 @@ def _job(text: str) -> Job:
 
 
 def slots_on(job: Job, share: Share | None) -> int:
-    """How many workers belong on a node of which the job has `share`; at least 1."""
+    """The slots of a node of which the job has `share`; at least 1."""
     if share is not None and share.gpus:
         return share.gpus
     if job.tasks_per_node:
         return job.tasks_per_node
     room = max(1, share.cpus // max(1, job.cpus_per_task)) if share is not None else 1
     if job.node_count < job.tasks and job.tasks * job.cpus_per_task < job.cpus:
-        return min(room, -(-job.tasks // job.node_count))  # it has more than its tasks need, whole nodes say
-    return room  # for its tasks; as many tasks as nodes is what Slurm says if nobody asked for a number
+        return min(room, -(-job.tasks // job.node_count))  # the job has more CPUs than its tasks need
+    return room  # NumTasks equals NumNodes if the user gave no number of tasks
 
 
 def states(text: str) -> dict[str, str]:
-    """State by name, from `scontrol -o show node`."""
+    """Each node's state, from `scontrol -o show node`."""
     return {match[1]: match[2] for match in re.finditer(r"^NodeName=(\S+).*? State=(\S+)", text, re.MULTILINE)}
 
 
-def away(state: str) -> bool:
-    """Whether a node in this state (`MIXED+DRAIN`, `DOWN*`) is not to be used."""
-    return "*" in state or any(word.startswith(AWAY) for word in state.split("+"))
+def is_unusable(state: str) -> bool:
+    """Whether a node in this state, as `MIXED+DRAIN` or `DOWN*`, cannot run workers."""
+    return "*" in state or any(part.startswith(UNUSABLE) for part in state.split("+"))
 
 
 def _count(ids: str) -> int:
-    """How many numbers there are in `0-3,6`."""
+    """The count of numbers in a list as `0-3,6`."""
     total = 0
     for part in filter(None, ids.split(",")):
         low, _, high = part.partition("-")

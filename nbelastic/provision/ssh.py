@@ -1,8 +1,8 @@
-"""An agent on another machine: the ssh command that starts it, and what a failure of it means.
+"""The ssh command that starts an agent on another machine, and explanations of its failures.
 
-One ssh client per host stays for as long as the agent runs. Its standard input carries the configuration, keys
-included, and then nothing more: when it ends, by the client's death too, the agent ends. So there is no key in a
-command line, none on the host's disk, and the end of an agent is known the moment its client exits.
+One ssh client per host runs for as long as the agent. Its standard input carries the configuration with the keys, so no
+key is in a command line or on the host's disk. When that input ends, as with the client's death, the agent ends. The
+client's exit shows at once that the agent has ended.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import suppress
 
 from nbelastic.protocol.ids import HostSpec
 
-CONNECT = 10  # seconds that a host has to answer
-UNREACHED = 255  # ssh's own exit code for what went wrong before the command ran
+CONNECT_TIMEOUT = 10  # seconds
+SSH_FAILED = 255  # ssh's exit code for its own errors, as opposed to the command's
 NO_PYTHON = 127
 OPTIONS = (
     "-Tax",  # no terminal, no forwarding of the agent or of X11
-    "-oBatchMode=yes",  # a question would wait for an answer that nobody can give
-    f"-oConnectTimeout={CONNECT}",
-    "-oControlMaster=no",  # a master that the user has is used; we do not become one that outlives us
+    "-oBatchMode=yes",  # fail instead of asking for a password
+    f"-oConnectTimeout={CONNECT_TIMEOUT}",
+    "-oControlMaster=no",  # use the user's master connection, but do not become one that outlives the agent
     "-oClearAllForwardings=yes",
     "-oPermitLocalCommand=no",
 )
@@ -33,7 +33,7 @@ _SCRIPT = (
 
 
 def command(spec: HostSpec, python: str | None) -> list[str]:
-    """What to run here. Without `python` it is the notebook's own path if the host has it, else `python3`."""
+    """The ssh command. Without `python` the host uses this interpreter's path if it has that, else `python3`."""
     script = _SCRIPT.format(
         python=shlex.quote(python or sys.executable),
         otherwise=shlex.quote(python or "python3"),
@@ -43,47 +43,47 @@ def command(spec: HostSpec, python: str | None) -> list[str]:
     return ["ssh", *OPTIONS, *user, "--", spec.name, f"exec /bin/sh -c {shlex.quote(script)}"]
 
 
-def explain(spec: HostSpec, code: int | None, said: str, python: str | None) -> str:
-    """Why the agent ended, in one line that says what to do. `said`: the last lines of what came out."""
+def explain_exit(spec: HostSpec, code: int | None, output: str, python: str | None) -> str:
+    """Why the agent ended and what to do, in one line. `output`: the last lines of ssh and the agent."""
     target = f"{spec.user}@{spec.name}" if spec.user else spec.name
-    last = said.strip().splitlines()[-1].strip() if said.strip() else "no message"
-    if code == UNREACHED:
-        return _unreached(target, said, last)
+    last = output.strip().splitlines()[-1].strip() if output.strip() else "no message"
+    if code == SSH_FAILED:
+        return _explain_ssh_error(target, output, last)
     if code == NO_PYTHON:
         return f"there is no {python or 'python3'} on {spec.name}: install Python there or name it with --python"
-    if "No module named 'nbelastic'" in said:
+    if "No module named 'nbelastic'" in output:
         return f"nbelastic is not installed for {python or 'its Python'} on {spec.name}: install it there or name another with --python"
-    return f"its agent ended with exit code {code}" + (f": {last}" if code and said.strip() else "")
+    return f"its agent ended with exit code {code}" + (f": {last}" if code and output.strip() else "")
 
 
-def _unreached(target: str, said: str, last: str) -> str:
-    if "Permission denied" in said:
+def _explain_ssh_error(target: str, output: str, last: str) -> str:
+    if "Permission denied" in output:
         return (
-            f"{target} takes none of your keys and would ask for a password ({last}): "
+            f"{target} accepts none of your keys and would ask for a password ({last}): "
             f"`ssh-copy-id {target}`, or load the key into your ssh agent"
         )
-    if "Host key verification failed" in said:
+    if "Host key verification failed" in output:
         return f"the host key of {target} is not known or has changed: run `ssh {target}` once in a terminal"
-    if "Could not resolve hostname" in said:
+    if "Could not resolve hostname" in output:
         return f"{target} is an unknown name ({last}): check it, or add it to ~/.ssh/config"
-    if "closed by remote host" in said or "client_loop:" in said or "not responding" in said:  # after the login
+    if "closed by remote host" in output or "client_loop:" in output or "not responding" in output:  # after the login
         return f"the ssh connection to {target} has ended ({last})"
     return f"{target} cannot be reached by ssh ({last})"
 
 
 async def real_name(spec: HostSpec) -> str:
-    """The name or address behind `spec.name`, as ~/.ssh/config has it."""
+    """The name or address to which ssh connects for `spec.name`, from ~/.ssh/config."""
     process = await asyncio.create_subprocess_exec(
         "ssh", "-G", *(["-l", spec.user] if spec.user else []), "--", spec.name,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
         out, _ = await process.communicate()
-    except asyncio.CancelledError:  # the cluster stops meanwhile: a `Match exec` may take as long as it likes
+    except asyncio.CancelledError:  # the cluster stops while ssh runs, for instance a `Match exec` of the user
         if process.returncode is None:
             process.kill()
-        with suppress(TimeoutError):  # a process that ssh has started may hold its output open
-            await asyncio.wait_for(process.communicate(), 1.0)  # its transport closes, though ssh may have ended by now
+        with suppress(TimeoutError):  # a process that ssh has started may keep the pipe open
+            await asyncio.wait_for(process.communicate(), 1.0)  # closes the transport
         raise
     for line in out.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")

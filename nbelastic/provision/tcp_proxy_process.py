@@ -1,4 +1,4 @@
-"""The process of a gate: it passes bytes on from its doors, and ends when no driver comes any more."""
+"""The process of a TCP proxy: it forwards connections to loopback ports, and ends when the driver's lease expires."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from collections import Counter
 from nbelastic.system import open_files
 from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
 
-MOST_OF_A_PEER = 128  # connections of one address through one door, or twice as many as workers are asked for
-MOST = 4096  # through one door, or four times as many as workers are asked for
+MOST_PER_PEER = 128  # connections from one address to one port; at least two per worker that the cluster wants
+MOST = 4096  # connections to one port; at least four per worker that the cluster wants
 CHUNK = 1 << 16  # bytes
-ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
 
 
-class _Door:
-    """One listener and where it leads."""
+class _Forwarder:
+    """Forwards the connections to one listener to a loopback port."""
 
     def __init__(self, port: int, workers: int) -> None:
         self._port = port
-        self._most_of_a_peer, self._most = max(MOST_OF_A_PEER, 2 * workers), max(MOST, 4 * workers)
-        self._refused: set[str] = set()
+        self._most_per_peer, self._most = max(MOST_PER_PEER, 2 * workers), max(MOST, 4 * workers)
+        self._refused_peers: set[str] = set()
         self._open: Counter[str] = Counter()
 
-    async def pass_through(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str((writer.get_extra_info("peername") or ("?",))[0])
-        if self._open[peer] >= self._most_of_a_peer or self._open.total() >= self._most:
+        if self._open[peer] >= self._most_per_peer or self._open.total() >= self._most:
             writer.transport.abort()
-            self._say_refused(peer)
+            self._print_refusal(peer)
             return
         self._open[peer] += 1
-        # It is silent while the peer trains, and firewalls forget such connections.
+        # While the peer trains the connection may be idle; without keepalive packets a firewall would drop it.
         outer: socket.socket = writer.get_extra_info("socket")
         outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in ALIVE:
+        for option, value in KEEPALIVE:
             outer.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
-            await asyncio.gather(_pump(reader, inner_writer), _pump(inner_reader, writer))
+            await asyncio.gather(_copy(reader, inner_writer), _copy(inner_reader, writer))
         except OSError:
             writer.transport.abort()
         finally:
             self._open[peer] -= 1
-            self._open += Counter()  # forget who has none
+            self._open += Counter()  # drops peers without connections
 
-    def _say_refused(self, peer: str) -> None:
-        """Once for an address, and for at most so many addresses."""
-        if peer not in self._refused and len(self._refused) < MOST_OF_A_PEER:
-            self._refused.add(peer)
+    def _print_refusal(self, peer: str) -> None:
+        """Print once per address, for the first MOST_PER_PEER addresses."""
+        if peer not in self._refused_peers and len(self._refused_peers) < MOST_PER_PEER:
+            self._refused_peers.add(peer)
             text = f"{self._open[peer]} connections of it and {self._open.total()} in all are open"
             print(f"nbelastic: a connection of {peer} was refused: {text}", file=sys.stderr, flush=True)
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """All that comes, until either side ends; then both do."""
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until either side ends, then close the other."""
     try:
         while data := await reader.read(CHUNK):
             writer.write(data)
@@ -69,17 +69,15 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def _serve(fds: dict[int, int], workers: int, driver_lease: DriverLease) -> None:
     for fd, port in fds.items():
-        await asyncio.start_server(_Door(port, workers).pass_through, sock=socket.socket(fileno=fd))
+        await asyncio.start_server(_Forwarder(port, workers).forward, sock=socket.socket(fileno=fd))
     await asyncio.get_running_loop().run_in_executor(None, wait_for_lease_expiry, driver_lease)
-    if driver_lease.owner_has_ended:  # the lines of ssh are to end; the controller may be dead, too
-        from nbelastic.protocol.local_clusters import remove_dead_cluster  # a gate that goes on has no use for it
+    if driver_lease.owner_has_ended:  # ssh clients must end, and the controller, which would do this, may be dead
+        from nbelastic.protocol.local_clusters import remove_dead_cluster  # only needed here
 
         remove_dead_cluster(driver_lease.name, driver_lease.number, kill=True)
 
 
 def main() -> None:
-    """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to), `argv[2]` how many workers are
-    asked for, `argv[3]` a `DriverLease`.
-    """
+    """Serve `argv[1]`, a JSON list of (listener's descriptor, loopback port), for `argv[2]` workers and DriverLease `argv[3]`."""
     open_files.raise_limit()
     asyncio.run(_serve(dict(json.loads(sys.argv[1])), int(sys.argv[2]), DriverLease(*json.loads(sys.argv[3]))))

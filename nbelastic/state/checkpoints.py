@@ -259,7 +259,9 @@ class Plan:
         `alone` is this rank if there is no driver, else 0. Without a driver, rank 0 may be dead. So each rank waits for a
         checkpoint of the ranks before it, and writes one itself if none comes.
         """
-        if state.clean and (self._is_rank_0() or (alone and self._is_missing_after(state.commits, alone * TURN_TIMEOUT))):
+        if state.clean and (
+            self._is_rank_0() or (alone and self._is_missing_after(state.commits, alone * TURN_TIMEOUT))
+        ):
             _join_last()
             if state.commits > self._saved:
                 self._write(state)

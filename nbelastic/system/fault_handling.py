@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from nbelastic.system.backoff import Backoff
+
 log = logging.getLogger("nbelastic")
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before a restart; the pause doubles with each exception
@@ -22,7 +24,7 @@ def report_to_log(what: str, error: BaseException) -> None:
 
 async def supervise(what: str, run: Callable[[], Awaitable[None]], report: Report) -> None:
     """Await `run()`, again after each exception, until it returns. Reports name it `what`."""
-    pause = FIRST_PAUSE
+    backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
     while True:
         began = time.monotonic()
         try:
@@ -32,9 +34,8 @@ async def supervise(what: str, run: Callable[[], Awaitable[None]], report: Repor
         else:
             return
         if time.monotonic() - began > HEALTHY_RUN:
-            pause = FIRST_PAUSE
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+            backoff.reset()
+        await asyncio.sleep(backoff.next())
 
 
 def guarded(call: Callable[..., T], *args: Any) -> T | None:

@@ -83,6 +83,6 @@ def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
 
 def test_a_connection_file_that_cannot_be_made_says_so(start_hostless, monkeypatch):
     """Whatever was raised on the way is the caller's error, and nobody waits for ever."""
-    monkeypatch.setattr(connection_files, "here_towards", broken)
+    monkeypatch.setattr(connection_files, "driver_address_towards", broken)
     with pytest.raises(nbe.HostError, match="the connection file cannot be made: gpu9 is odd"):
         start_hostless().connection_file("gpu9")

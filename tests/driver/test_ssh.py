@@ -55,7 +55,7 @@ def test_no_python_at_all(tmp_path):
     """It is said so, with what to do."""
     done = there(ssh.command(GPU, "no-such-python")[-1], PATH=str(tmp_path))
     assert done.returncode == ssh.NO_PYTHON
-    said = ssh.explain(GPU, done.returncode, done.stderr, "no-such-python")
+    said = ssh.explain_exit(GPU, done.returncode, done.stderr, "no-such-python")
     assert said == "there is no no-such-python on gpu1: install Python there or name it with --python"
 
 
@@ -65,7 +65,7 @@ def test_no_python_at_all(tmp_path):
         (
             255,
             "alice@gpu1: Permission denied (publickey,password).",
-            "takes none of your keys and would ask for a password",
+            "accepts none of your keys and would ask for a password",
         ),
         (255, "Host key verification failed.", "run `ssh alice@gpu1` once in a terminal"),
         (255, "ssh: Could not resolve hostname gpu1: Name or service not known", "alice@gpu1 is an unknown name"),
@@ -87,7 +87,7 @@ def test_no_python_at_all(tmp_path):
 )
 def test_failures_are_explained_in_one_line(code, said, why):
     """Each says what is wrong and what to do."""
-    text = ssh.explain(ALICE, code, said, None)
+    text = ssh.explain_exit(ALICE, code, said, None)
     assert why in text
     assert "\n" not in text
 

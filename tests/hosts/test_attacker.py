@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from nbelastic.driver.driver_snapshot import DriverSnapshot
-from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
+from nbelastic.provision.tcp_proxy_process import MOST_PER_PEER
 from tests.hosts.cluster_checks import LONG, worker_on
 from tests.hosts.network import DRIVER
 from tests.process.training import in_one_generation
@@ -233,7 +233,7 @@ def test_two_thousand_connections_at_each_door(network, trains):
         doors = Doors(network, training)
         with attacker.floods(doors.open, 2000) as standing:
             until(
-                lambda: max(accepted(training.cluster).values(), default=0) <= MOST_OF_A_PEER,
+                lambda: max(accepted(training.cluster).values(), default=0) <= MOST_PER_PEER,
                 LONG,
                 "gates to refuse the rest",
             )

@@ -74,7 +74,7 @@ def test_the_kernel_and_its_gate(kept):
     """It is opened again with the same doors, and all come back."""
     kernel = kept()
     generation = kernel.wait_for_steps(2)
-    gates = [pid_of(gate.process) for gate in kernel.snapshot.gates]
+    gates = [pid_of(gate.process) for gate in kernel.snapshot.proxies]
     assert gates
     kernel.kill_with_driver()
     for gate in gates:
@@ -82,7 +82,7 @@ def test_the_kernel_and_its_gate(kept):
     until(lambda: not any(map(alive, gates)), what="the gates to end")
     training = whole(kernel)
     assert training.cluster.status().generation == generation
-    gates = [pid_of(gate.process) for gate in kernel.snapshot.gates]
+    gates = [pid_of(gate.process) for gate in kernel.snapshot.proxies]
     for gate in gates:
         os.kill(gate, signal.SIGKILL)
     until(lambda: not any(map(alive, gates)), what="the gates to end")

@@ -123,7 +123,7 @@ def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_pat
         "closed": "closed cannot be reached by ssh (",
         "silent": "silent cannot be reached by ssh (",
         "bare": f"there is no {python} on bare: install Python there or name it with --python",
-        "secretive": "secretive takes none of your keys and would ask for a password (",
+        "secretive": "secretive accepts none of your keys and would ask for a password (",
         "stranger": "the host key of stranger is not known or has changed: run `ssh stranger` once in a terminal",
         "old": f"Python 3.8.1 there, {here['Python']} here; nbelastic 0.0.9 there, {here['nbelastic']} here; "
         f"torch 1.2.3+cpu there, {here['torch']} here",
@@ -151,7 +151,7 @@ def test_without_any_host_the_start_fails(network, make):
     with pytest.raises(nbe.HostError) as caught:
         make("closed:1,secretive:1", min=1)
     assert "closed: closed cannot be reached by ssh (" in str(caught.value)
-    assert "secretive: secretive takes none of your keys" in str(caught.value)
+    assert "secretive: secretive accepts none of your keys" in str(caught.value)
     assert not strays(network)
 
 

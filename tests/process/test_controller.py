@@ -21,7 +21,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.ipp.client import ControllerLostError, connect
 from nbelastic.ipp.supervisor import Supervisor
-from nbelastic.provision.tcp_proxy import Doors
+from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.system.process_identity import is_alive, pid_of
 from nbelastic.system.processes import disown
 from tests.support.driver_lease import named, until_the_end
@@ -306,16 +306,16 @@ def test_what_a_broken_connection_takes_along(tmp_path):
 
     async def go_on() -> None:
         driver_lease = until_the_end(tmp_path)
-        controller, doors = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease), Doors(driver_lease)
+        controller, doors = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease), ProxySet(driver_lease)
         await controller.start()
-        (tmp_path / "connection").write_text(doors.lead_engines("127.0.0.1", controller.connection))
+        (tmp_path / "connection").write_text(doors.proxied_connection("127.0.0.1", controller.connection))
         (tmp_path / "profile").mkdir()
         with run("lone_engine.py", tmp_path / "connection", tmp_path / "profile") as engine, closing(engine.stdin):
             await asyncio.to_thread(_lose_an_answer, controller, doors, engine.stdout.readline().strip())
         await controller.stop()
         doors.close()
 
-    def _lose_an_answer(controller: Supervisor, doors: Doors, uuid: str) -> None:
+    def _lose_an_answer(controller: Supervisor, doors: ProxySet, uuid: str) -> None:
         with closing(connect(controller.information("client"), "behind", str(tmp_path / "ipython"))) as client:
             assert client.wait_for([uuid], 20.0)
             (gate,) = [pid_of(gate.process) for gate in doors.saved]
@@ -325,7 +325,7 @@ def test_what_a_broken_connection_takes_along(tmp_path):
             until(lambda: unread(port, at=2), what="something to come to the gate")
             os.kill(gate, signal.SIGKILL)
             until(lambda: not alive(gate))
-            doors.mend()
+            doors.restart_dead()
             with pytest.raises(ipp.RemoteError, match="ControllerLostError"):
                 result.get(timeout=30)
             assert client[0].apply_async(sorted, [2, 1]).get(timeout=20) == [1, 2]

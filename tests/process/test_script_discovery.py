@@ -95,12 +95,12 @@ def test_a_script_that_fails_at_first(script):
 
 @pytest.mark.parametrize(
     ("does", "within", "why"),
-    [("sleep 1000", 0.5, "within 0.5 s"), ("echo a:1; echo b:x", discovery.TIMEOUT, "line 2: 'b:x'")],
+    [("sleep 1000", 0.5, "within 0.5 s"), ("echo a:1; echo b:x", discovery.SCRIPT_TIMEOUT, "line 2: 'b:x'")],
 )
 def test_a_script_that_hangs_or_prints_junk_at_first(script, monkeypatch, does, within, why):
     """That is no start either."""
     driver_thread.use_driver_threads(monkeypatch)
-    monkeypatch.setattr(discovery, "TIMEOUT", within)
+    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", within)
     script.write(does)
     cluster = nbe.Cluster(discovery=str(script.path))
     with pytest.raises(nbe.ClusterStoppedError, match=why):
@@ -121,7 +121,7 @@ def test_a_script_that_hangs_later(trains, script, monkeypatch):
     training = trains(None, discovery=str(script.path), min=1)
     training.wait_for_world(1)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
-    monkeypatch.setattr(discovery, "TIMEOUT", 1.0)  # from here on: one that answers may take longer
+    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", 1.0)  # from here on: one that answers may take longer
     script.hang()
     until(lambda: kinds() == ["discovery-failed"])
     (text,) = [event.text for event in training.cluster.events if event.kind == "discovery-failed"]
@@ -158,7 +158,7 @@ class BlockingHosts:
 
 def test_a_third_partys_discovery_that_blocks(trains, monkeypatch):
     """It delays nothing: it is warned about, the training and the driver go on, and it is asked again afterwards."""
-    monkeypatch.setattr(discovery, "PATIENCE", 0.5)
+    monkeypatch.setattr(discovery, "DISCOVERY_TIMEOUT", 0.5)
     found = BlockingHosts()
     training = trains(None, discovery=found, min=1)
     training.wait_for_world(1)
@@ -182,11 +182,11 @@ def ask(found):
     """One look, as the driver takes it."""
 
     async def look():
-        lookout = discovery.Lookout(found)
+        thread = discovery.DiscoveryThread(found)
         try:
-            return [f"{host.name}:{host.slots}" for host in await lookout.look()]
+            return [f"{host.name}:{host.slots}" for host in await thread.hosts()]
         finally:
-            await lookout.close()
+            await thread.close()
 
     return asyncio.run(look())
 
@@ -196,7 +196,7 @@ def test_arguments_and_the_folder_of_the_start(script, monkeypatch):
     script.write("echo $1-$#; cat more")
     (script.path.parent / "more").write_text("c:3\n")
     monkeypatch.chdir(script.path.parent)
-    found = discovery.find("./hosts.sh gpu '2 3'", None, 4)
+    found = discovery.find_discovery("./hosts.sh gpu '2 3'", None, 4)
     monkeypatch.chdir("/")
     assert ask(found) == ["gpu-2:4", "c:3"]
 
@@ -206,14 +206,14 @@ def test_a_path_with_blanks_needs_no_quotes(script, tmp_path):
     script.say("a:1")
     other = tmp_path / "my hosts.sh"
     script.path.rename(other)
-    assert ask(discovery.find(str(other), 1)) == ["a:1"]
+    assert ask(discovery.find_discovery(str(other), 1)) == ["a:1"]
 
 
 def test_a_program_on_the_path(script, monkeypatch):
     """`hosts.sh` without a folder is looked for here, then on the PATH."""
     script.say("a:1")
     monkeypatch.setenv("PATH", str(script.path.parent), prepend=":")
-    assert ask(discovery.find("hosts.sh", 1)) == ["a:1"]
+    assert ask(discovery.find_discovery("hosts.sh", 1)) == ["a:1"]
 
 
 def test_a_script_gets_no_input(script):
@@ -273,7 +273,7 @@ def test_what_scripts_may_print(script, output, hosts):
 @pytest.mark.parametrize("junk", ["h:x", "h:-1", "h:1:2", "h:0", "-oProxyCommand=x", "<html>"])
 def test_junk_is_named_with_its_line(script, junk):
     script.write(f"cat <<END\na:1\n{junk}\nEND")
-    with pytest.raises(nbe.DiscoveryError, match=r"hosts\.sh printed something else than hosts: line 2: .*") as caught:
+    with pytest.raises(nbe.DiscoveryError, match=r"hosts\.sh did not print a list of hosts: line 2: .*") as caught:
         ask(discovery.ScriptDiscovery(str(script.path)))
     assert junk in str(caught.value)
 
@@ -281,14 +281,14 @@ def test_junk_is_named_with_its_line(script, junk):
 @pytest.mark.parametrize("text", ["nowhere.sh", "./nowhere.sh", "/etc/passwd", "/tmp", "slurn"])
 def test_a_name_that_is_nothing(text):
     """One line that names what there is."""
-    with pytest.raises(nbe.UsageError, match=r"is no executable file, nor an installed discovery \(.*slurm.*\)"):
-        discovery.find(text, 1)
+    with pytest.raises(nbe.UsageError, match=r"is neither an executable file nor an installed discovery \(.*slurm.*\)"):
+        discovery.find_discovery(text, 1)
 
 
 @pytest.mark.parametrize("text", ["", "  ", "it's"])
 def test_a_command_that_is_none(text):
-    with pytest.raises(nbe.UsageError, match=r"is empty|is no command"):
-        discovery.find(text, 1)
+    with pytest.raises(nbe.UsageError, match=r"is empty|is not a valid command"):
+        discovery.find_discovery(text, 1)
 
 
 # ---- third parties ----
@@ -325,11 +325,11 @@ def test_an_installed_discovery_by_its_name(monkeypatch, tmp_path, script):
     script.path.rename(tmp_path / "cloud")
     monkeypatch.chdir(tmp_path)
     with installed(monkeypatch, tmp_path, cloud=CLOUD):
-        assert ask(discovery.find("cloud", 2)) == ["cloud1:2"]
-        assert ask(discovery.find("cloud", None, 4)) == ["cloud1:8"]
-        assert ask(discovery.find("./cloud", None, 4)) == ["a:1"]
+        assert ask(discovery.find_discovery("cloud", 2)) == ["cloud1:2"]
+        assert ask(discovery.find_discovery("cloud", None, 4)) == ["cloud1:8"]
+        assert ask(discovery.find_discovery("./cloud", None, 4)) == ["a:1"]
         with pytest.raises(nbe.UsageError, match=r"\(cloud, slurm\)"):
-            discovery.find("clod", 1)
+            discovery.find_discovery("clod", 1)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_an_installed_discovery_that_does_not_work(monkeypatch, tmp_path, code, 
     with installed(monkeypatch, tmp_path, broken=code):
         monkeypatch.delitem(sys.modules, "their_broken", raising=False)
         with pytest.raises(nbe.UsageError, match=rf"'broken' \(their_broken:find\) .*{why}"):
-            discovery.find("broken", 1)
+            discovery.find_discovery("broken", 1)
 
 
 class Saying:
@@ -366,7 +366,7 @@ class Saying:
         (KeyError("x"), r"raised KeyError\('x'\)"),
         (TimeoutError(), "raised TimeoutError"),
         (None, "raised TypeError"),
-        (["a:1"], "gave 'a:1'"),
+        (["a:1"], "returned 'a:1'"),
         ([HostSpec("a", 0, "")], "at least 1 slot"),
         ([HostSpec("-oProxyCommand=x", 1, "")], "is not a valid host"),
         ([HostSpec("a", 1, ""), HostSpec("a", 2, "")], "'a' more than once"),
@@ -385,6 +385,6 @@ def test_errors_that_differ_in_numbers_are_one(script):
     for _ in range(2):
         with pytest.raises(nbe.DiscoveryError) as caught:
             ask(discovery.ScriptDiscovery(str(script.path)))
-        texts.add((str(caught.value), discovery.gist(caught.value)))
+        texts.add((str(caught.value), discovery.without_numbers(caught.value)))
     assert len(texts) == 2
     assert len({gist for _, gist in texts}) == 1

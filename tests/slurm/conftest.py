@@ -36,7 +36,7 @@ def slurm(slurm_daemons: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slu
 @pytest.fixture(autouse=True)
 def ask_often(monkeypatch):
     """Tests have no time for a second look after 2 s."""
-    monkeypatch.setattr(batch, "EVERY", 0.05)
+    monkeypatch.setattr(batch, "POLL", 0.05)
 
 
 @pytest.fixture

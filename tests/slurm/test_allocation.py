@@ -85,14 +85,14 @@ def test_the_controller_is_asked_seldom(slurm):
 def test_outside_an_allocation(monkeypatch):
     """The error says what to do."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(nbe.DiscoveryError, match=r"in no Slurm job .*salloc or sbatch"):
-        discovery.find("slurm", None)
+    with pytest.raises(nbe.DiscoveryError, match=r"not in a Slurm job .*salloc or sbatch"):
+        discovery.find_discovery("slurm", None)
 
 
 def test_the_name_slurm_is_known(slurm, monkeypatch):
     """`--discover slurm` finds it. A job that Slurm does not know is an error with Slurm's own words."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    found = discovery.find("slurm", 3)
+    found = discovery.find_discovery("slurm", 3)
     assert isinstance(found, ours.SlurmDiscovery)
     with pytest.raises(nbe.DiscoveryError, match="Invalid job id"):
         asyncio.run(found.hosts())
@@ -152,4 +152,4 @@ def test_slots_from_what_scontrol_prints(asked, slots):
 def test_states_of_nodes(state, gone):
     text = f"NodeName=a1 Arch=x86_64 OS=Linux State of the art  State={state} ThreadsPerCore=1 Reason=State=IDLE"
     found = ours.states(re.sub(r"State of the art ", "", text))
-    assert ours.away(found["a1"]) is gone
+    assert ours.is_unusable(found["a1"]) is gone

@@ -28,7 +28,9 @@ def test_without_a_batch_system(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["ssh", "local", "mpi", "nope", ""])
 def test_launchers_that_are_none(name):
     """The error names the batch ones."""
-    with pytest.raises(nbe.UsageError, match=r"no batch launcher: choose one of batch, htcondor, lsf, pbs, sge, slurm"):
+    with pytest.raises(
+        nbe.UsageError, match=r"not a batch launcher: choose one of batch, htcondor, lsf, pbs, sge, slurm"
+    ):
         batch.check_options(name, {})
 
 
@@ -40,8 +42,8 @@ def test_launchers_that_are_none(name):
         ("slurm", {"output_file": "/x"}, r"no option 'output_file'"),
         ("slurm", {"job_id_regexp_group": "one"}, r"slurm: .*one"),
         ("slurm", {"queue": 3}, r"slurm: .*queue"),
-        ("batch", {}, r"give it as batch_template"),
-        ("batch", {"batch_template": "x"}, r"give it as submit_command"),
+        ("batch", {}, r"set batch_template"),
+        ("batch", {"batch_template": "x"}, r"set submit_command"),
     ],
 )
 def test_options_that_are_none(launcher, options, why, tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from nbelastic.provision.tcp_proxy import Doors, Gate
-from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
+from nbelastic.provision.tcp_proxy import ProxySet, TcpProxy
+from nbelastic.provision.tcp_proxy_process import MOST_PER_PEER
 from nbelastic.system.process_identity import pid_of
 from tests.support.driver_lease import until_the_end
 from tests.support.processes import alive
@@ -52,7 +52,7 @@ def echo():
 @contextlib.contextmanager
 def opened(port, driver_lease, address="127.0.0.1"):
     """A gate before this port: the gate, and the address of its door."""
-    one = Gate(address, driver_lease)
+    one = TcpProxy(address, driver_lease)
     try:
         yield one, (address, one.open([port])[port])
     finally:
@@ -95,7 +95,7 @@ def test_bytes_pass_both_ways(address, driver_lease):
 def test_so_many_of_one_address_and_no_more(driver_lease):
     """Past that the address is refused, another one is not; and who has gone makes room."""
     with echo() as port, opened(port, driver_lease) as (_, door), contextlib.ExitStack() as stack:
-        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(MOST_OF_A_PEER)]
+        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(MOST_PER_PEER)]
         assert all(comes_back(one) for one in ours)
         for _ in range(20):
             assert refused(stack.enter_context(call(door, "127.0.0.8")))
@@ -114,10 +114,10 @@ def test_so_many_of_one_address_and_no_more(driver_lease):
 def test_many_workers_of_one_address(capfd, driver_lease):
     """All workers that are asked for may come from one address; the first refusal of an address is said, and no other."""
     with echo() as port, contextlib.ExitStack() as stack:
-        gate = Gate("127.0.0.1", driver_lease, workers=lambda: MOST_OF_A_PEER)
+        gate = TcpProxy("127.0.0.1", driver_lease, workers=lambda: MOST_PER_PEER)
         stack.callback(gate.close)
         door = ("127.0.0.1", gate.open([port])[port])
-        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(2 * MOST_OF_A_PEER)]
+        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(2 * MOST_PER_PEER)]
         assert all(comes_back(one) for one in ours)
         for _ in range(3):
             assert refused(stack.enter_context(call(door, "127.0.0.8")))
@@ -157,9 +157,9 @@ def test_closing_leaves_nothing(driver_lease):
 OPENER = """
 import sys, time
 from pathlib import Path
-from nbelastic.provision.tcp_proxy import Gate
+from nbelastic.provision.tcp_proxy import TcpProxy
 from tests.support.driver_lease import until_the_end
-gate = Gate("127.0.0.1", until_the_end(Path(sys.argv[2])))
+gate = TcpProxy("127.0.0.1", until_the_end(Path(sys.argv[2])))
 print(gate.open([int(sys.argv[1])]).popitem()[1], list(gate._children.values())[0].pid, flush=True)
 time.sleep(1000)
 """
@@ -181,7 +181,7 @@ def test_it_ends_with_the_kernel_that_owns_it(tmp_path):
 
 def mended(doors, door):
     """As the driver does it now and then: a process that was killed may not quite have ended, its port be taken."""
-    doors.mend()
+    doors.restart_dead()
     with contextlib.suppress(ConnectionError), call(door) as one:
         return comes_back(one)
 
@@ -189,13 +189,13 @@ def mended(doors, door):
 def test_one_that_is_killed_is_opened_again(driver_lease):
     """At the same ports, by whoever has it then: callers come back; what it leads to has not noticed."""
     with echo() as port:
-        doors, other = Doors(driver_lease), Doors(driver_lease)
+        doors, other = ProxySet(driver_lease), ProxySet(driver_lease)
         try:
-            link = doors.lead("127.0.0.1", f"tcp://127.0.0.1:{port}")
+            link = doors.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}")
             door = ("127.0.0.1", int(link.rpartition(":")[2]))
             for who in (doors, other):
                 if who is other:
-                    other.adopt(doors.links, doors.saved)
+                    other.adopt(doors.endpoints, doors.saved)
                     assert other.saved == doors.saved
                 with call(door) as one:
                     assert comes_back(one)
@@ -203,7 +203,7 @@ def test_one_that_is_killed_is_opened_again(driver_lease):
                     os.kill(pid_of(gate.process), signal.SIGKILL)
                     assert refused(one)
                 until(lambda: mended(who, door))
-            assert other.lead("127.0.0.1", f"tcp://127.0.0.1:{port}") == link
+            assert other.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}") == link
         finally:
             other.close()
             doors.close()
@@ -212,40 +212,40 @@ def test_one_that_is_killed_is_opened_again(driver_lease):
 def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch, driver_lease):
     """The first time at once; then after pauses that double up to 30 s, until one has lived for long."""
     started = []
-    monkeypatch.setattr(Gate, "_replace", lambda gate, process: started.append(process) or True)
-    gate = Gate("127.0.0.1", driver_lease)
+    monkeypatch.setattr(TcpProxy, "_restart", lambda gate, process: started.append(process) or True)
+    gate = TcpProxy("127.0.0.1", driver_lease)
     gate.adopt("1@1", {})  # there is no such process
-    replaced = [tick / 2 for tick in range(601) if gate.mend(tick / 2)]
+    replaced = [tick / 2 for tick in range(601) if gate.restart_dead(tick / 2)]
     assert replaced[0] == 0.0
     assert len(replaced) == len(started) < 20
     assert max(later - earlier for earlier, later in pairwise(replaced)) <= 30.5
-    assert gate.mend(1000.0) == 1
-    assert gate.mend(1000.5) == 1
+    assert gate.restart_dead(1000.0) == 1
+    assert gate.restart_dead(1000.5) == 1
 
 
 def test_an_address_of_somebody_else(driver_lease):
     """No gate there, and no process that waits for one."""
     before = psutil.Process().children()
     with pytest.raises(OSError, match="assign"):
-        Gate("198.51.100.7", driver_lease).open([1])
+        TcpProxy("198.51.100.7", driver_lease).open([1])
     assert psutil.Process().children() == before
 
 
 def test_doors_for_engines(driver_lease):
     """ipyparallel's connection information names doors instead of ports; each address has doors of its own, opened once."""
-    doors = Doors(driver_lease)
+    doors = ProxySet(driver_lease)
     with echo() as port:
         info = json.dumps({"registration": port, "task": [port, port], "key": "k", "interface": "tcp://127.0.0.1"})
         try:
-            assert doors.lead_engines("", info) == info
-            first = json.loads(doors.lead_engines("127.0.0.1", info))
-            assert doors.lead_engines("127.0.0.1", info) == json.dumps(first)
+            assert doors.proxied_connection("", info) == info
+            first = json.loads(doors.proxied_connection("127.0.0.1", info))
+            assert doors.proxied_connection("127.0.0.1", info) == json.dumps(first)
             assert first["interface"] == "tcp://127.0.0.1"
             assert first["key"] == "k"
             with call(("127.0.0.1", first["registration"])) as one, call(("127.0.0.1", first["task"][1])) as other:
                 assert comes_back(one)
                 assert comes_back(other)
-            assert doors.lead("::1", f"tcp://127.0.0.1:{port}").startswith("tcp://[::1]:")
+            assert doors.proxied_endpoint("::1", f"tcp://127.0.0.1:{port}").startswith("tcp://[::1]:")
         finally:
             doors.close()
     assert not [child for child in psutil.Process().children() if "tcp_proxy" in " ".join(child.cmdline())]
