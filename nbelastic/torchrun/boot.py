@@ -1,4 +1,4 @@
-"""From a fork of the template to a host's node. Imports little: the agent loads it too."""
+"""Turn a fork of the template into a host's node. This module imports little, because the agent loads it too."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
 
 
 def boot(settings: dict[str, Any]) -> None:
-    """Be the node that `settings` describes, until its script has ended."""
+    """Run the node that `settings` describes until its script has ended."""
     os.setsid()
     die_with_parent(parent=getattr(sys.modules.get("nbelastic.programs.template"), "PID", 0))
     mp.set_start_method(None, force=True)
     script = msgspec.convert(settings["script"], agent_messages.Script)
     folder = Path(settings["log_dir"])
     make_private(folder)
-    tempfile.tempdir = str(folder)  # torch keeps what its workers raised in pickles: not where others could put theirs
+    tempfile.tempdir = str(folder)  # torch unpickles its workers' errors from here: only this user may write files
     redirect(folder / f"{settings['host']}-elastic.log", 1, 2)  # what torch's agent logs
-    _arrange(script, settings)
+    _set_environment(script, settings)
 
     from nbelastic.torchrun.node import Node
 
@@ -37,8 +37,8 @@ def boot(settings: dict[str, Any]) -> None:
         sys.exit(UNSUCCESSFUL_NODE)
 
 
-def _arrange(script: agent_messages.Script, settings: dict[str, Any]) -> None:
-    """The environment and folder that the workers inherit: those of the host's agent, not the template's."""
+def _set_environment(script: agent_messages.Script, settings: dict[str, Any]) -> None:
+    """Give workers the environment and folder of the host's agent instead of the template's."""
     for name in set(os.environ) - set(settings["environment"]):
         del os.environ[name]
     os.environ.update(settings["environment"])

@@ -1,6 +1,6 @@
-"""A host's node: torch's elastic agent in a process of its own, a fork of the template, under the host's agent.
+"""A host's node: torch's elastic agent in a separate process, which the host's agent has forked from the template.
 
-Its main thread is torch's. The link's thread speaks with the driver, follows the workers' output and measures them.
+The main thread runs torch's agent. The client's thread talks to the driver, reads the workers' output and samples them.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.torchrun.elastic_agent import JobAgent, worker_spec
-from nbelastic.torchrun.output import JobLogs, Tail
+from nbelastic.torchrun.elastic_agent import ElasticAgent, worker_spec
+from nbelastic.torchrun.output import OutputReader, WorkerLogs
 from nbelastic.torchrun.rendezvous import DriverRendezvous
 from nbelastic.transport.client import Client
 
-LOOK = 0.1  # seconds between looks at what the workers have written
-SAMPLE = 1.0  # seconds between samples of their CPU and memory
-CLOSE = 2.0  # seconds
+READ_OUTPUT = 0.1  # seconds between two reads of the workers' output
+SAMPLE = 1.0  # seconds between two samples of their CPU and memory
 
 
 class Node:
-    """`run()` in the main thread."""
+    """Call `run()` in the main thread."""
 
     def __init__(self, settings: dict[str, Any], script: agent_messages.Script, folder: Path) -> None:
         self._host, self._settings = settings["host"], settings
-        self._logs = JobLogs(folder, self._host, script.redirects, script.tee)
-        self._tail = Tail(self._logs)
+        self._logs = WorkerLogs(folder, self._host, script.redirects, script.tee)
+        self._output_reader = OutputReader(self._logs)
         self._sampled_at = 0.0
-        self._stats: dict[int, psutil.Process] = {}
+        self._processes: dict[int, psutil.Process] = {}
         if not script.cold:
             _use_template(settings["template"])
-        self._agent: JobAgent | None = None
+        self._agent: ElasticAgent | None = None
         ready = sev.NodeReady(self._host, 0, "", script.role)
-        self._rendezvous = DriverRendezvous(self._connect, ready, settings["home"], before_round=self._begin)
-        self._agent = JobAgent(
+        self._rendezvous = DriverRendezvous(self._connect, ready, settings["home"], before_round=self._begin_round)
+        self._agent = ElasticAgent(
             worker_spec(script, self._rendezvous, tuple(os.environ)), script, self._logs, self._rendezvous.link.send
         )
 
-    def _connect(self, hear: Any) -> Client:
+    def _connect(self, receive: Any) -> Client:
         settings = self._settings
         peer = f"node/{self._host}~{settings['number']}"
         return Client(
@@ -53,34 +52,33 @@ class Node:
             None,
             peer,
             node_messages.ToNode,
-            hear,
+            receive,
             tick=self._tick,
             heartbeat=settings["heartbeat"],
         )
 
-    def _begin(self, order: node_messages.Round) -> None:
+    def _begin_round(self, new_round: node_messages.Round) -> None:
         if self._agent is not None:
-            self._agent.begin(order)
+            self._agent.begin_round(new_round)
 
     def run(self) -> bool:
-        """Until the script has ended, or this node's part in it. Whether all its workers have succeeded."""
+        """Run until the script, or this node's part in it, has ended. Return whether all workers have succeeded."""
         agent = self._agent
         assert agent is not None
         reason, broken, result = "it has ended", False, None
         try:
             result = agent.run()
             if result is not None:
-                self._rendezvous.linger()
+                self._rendezvous.keep_store()
         except SignalException as end:
-            reason = f"it was told to end ({end.sigval.name})"
+            reason = f"it received {end.sigval.name}"
         except Exception as error:
             reason, broken = f"its elastic agent raised {type(error).__name__}: {error}", True
             raise
         finally:
             agent.kill_groups()
             link = self._rendezvous.link
-            for output in self._tail.read():
-                link.send(output)
+            self._send_output()
             link.send(sev.NodeLeft(self._host, reason, broken))
             link.close()
             self._rendezvous.shutdown()
@@ -88,46 +86,49 @@ class Node:
         return result is not None and not result.is_failed()
 
     def _tick(self) -> float:
-        """In the link's thread."""
+        """Called in the client's thread; return the seconds until the next call."""
         agent = self._agent
         if agent is None:
-            return LOOK
+            return READ_OUTPUT
         link = self._rendezvous.link
-        if not link.congested:  # the files keep what is not read yet
-            for output in self._tail.read():
-                link.send(output)
+        if not link.congested:  # later output stays in the files meanwhile
+            self._send_output()
         now = time.monotonic()
         if now >= self._sampled_at + SAMPLE:
             self._sampled_at = now
-            self._sample(link, *agent.workers)
-        return LOOK
+            self._send_sample(link, *agent.workers)
+        return READ_OUTPUT
 
-    def _sample(self, link: Client, pids: tuple[int, ...], number: int) -> None:
-        self._stats = {pid: stats for pid, stats in self._stats.items() if pid in pids}
-        found = []
+    def _send_output(self) -> None:
+        for output in self._output_reader.read():
+            self._rendezvous.link.send(output)
+
+    def _send_sample(self, link: Client, pids: tuple[int, ...], number: int) -> None:
+        self._processes = {pid: process for pid, process in self._processes.items() if pid in pids}
+        samples = []
         try:
             for pid in pids:
-                stats = self._stats.setdefault(pid, psutil.Process(pid))
-                with stats.oneshot():
-                    found.append((stats.cpu_percent(), stats.memory_info().rss))
+                process = self._processes.setdefault(pid, psutil.Process(pid))
+                with process.oneshot():
+                    samples.append((process.cpu_percent(), process.memory_info().rss))
         except psutil.Error:
-            return  # one has just ended
-        if found:
-            link.report(node_messages.NodeSample(self._host, number, tuple(found)))
+            return  # a worker has just ended
+        if samples:
+            link.report(node_messages.NodeSample(self._host, number, tuple(samples)))
 
 
 class _Template(forkserver.ForkServer):
-    """The host's agent's, for those whom it has forked: torch's own `forkserver` start method then costs a fork."""
+    """The agent's template as this process's fork server: torch's start method `forkserver` then only costs a fork."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
+    def __init__(self, server: dict[str, Any]) -> None:
         super().__init__()
-        vars(self).update(found, _forkserver_alive_fd=vars(forkserver._forkserver)["_forkserver_alive_fd"])
+        vars(self).update(server, _forkserver_alive_fd=vars(forkserver._forkserver)["_forkserver_alive_fd"])
 
     def ensure_running(self) -> None:
         resource_tracker.ensure_running()
 
 
-def _use_template(found: dict[str, Any]) -> None:
-    template = _Template(found)
+def _use_template(server: dict[str, Any]) -> None:
+    template = _Template(server)
     forkserver.connect_to_new_process = template.connect_to_new_process
     forkserver.ensure_running = template.ensure_running

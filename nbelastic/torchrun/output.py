@@ -1,4 +1,4 @@
-"""Where the workers of a round write, and what of it goes to the notebook."""
+"""The files to which a round's workers write, and the output that the notebook receives."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from nbelastic.protocol import messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.private_files import append_private
 
-MOST = 1 << 16  # bytes of one stream at once; what is older is in the file only
+MOST = 1 << 16  # bytes of one stream in a message; the notebook does not receive earlier ones
 
 
-class JobLogs(LogsSpecs):  # type: ignore[misc]  # torch carries no types here
-    """The job's own files, named as those of functions: `<host>-<local rank>-<round>.out`, `.err` and `.error.json`.
+class WorkerLogs(LogsSpecs):  # type: ignore[misc]  # torch carries no types here
+    """Files of workers, named as those of functions: `<host>-<local rank>-<round>.out`, `.err` and `.error.json`.
 
-    All goes to files. What torchrun would show at its terminal goes to the notebook as well: nothing of the streams that
-    are redirected, unless they are teed.
+    All output goes to files. The notebook receives what torchrun would print: streams that are not redirected, or teed.
     """
 
     def __init__(self, folder: Path, host: str, redirects: str, tee: str) -> None:
         super().__init__(str(folder), Std.from_str(redirects), Std.from_str(tee))
         self._folder, self._host = folder, host
         self.round = 0
-        self.shown: dict[tuple[WorkerId, str], Path] = {}
+        self.forwarded: dict[tuple[WorkerId, str], Path] = {}  # streams that the notebook receives
         self.error_files: dict[int, Path] = {}
 
     @property
@@ -35,7 +34,7 @@ class JobLogs(LogsSpecs):  # type: ignore[misc]  # torch carries no types here
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
-        found: dict[str, dict[int, str]] = {"out": {}, "err": {}}
+        paths: dict[str, dict[int, str]] = {"out": {}, "err": {}}
         self.error_files = {}
         for local_rank, environment in envs.items():
             w = WorkerId(self._host, local_rank, self.round)
@@ -43,57 +42,58 @@ class JobLogs(LogsSpecs):  # type: ignore[misc]  # torch carries no types here
             for ending, std in (("out", Std.OUT), ("err", Std.ERR)):
                 path = stem.with_name(f"{stem.name}.{ending}")
                 os.close(append_private(path))
-                found[ending][local_rank] = str(path)
+                paths[ending][local_rank] = str(path)
                 if not redirects[local_rank] & std or tee[local_rank] & std:
-                    self.shown[w, ending] = path
+                    self.forwarded[w, ending] = path
             self.error_files[local_rank] = stem.with_name(f"{stem.name}.error.json")
             environment["TORCHELASTIC_ERROR_FILE"] = str(self.error_files[local_rank])
         errors = {rank: str(path) for rank, path in self.error_files.items()}
-        return LogsDest(found["out"], found["err"], {}, {}, errors, os.devnull, os.devnull)
+        return LogsDest(paths["out"], paths["err"], {}, {}, errors, os.devnull, os.devnull)
 
 
-class Tail:
-    """What has been written to the files in `JobLogs.shown` since the last look. For one thread."""
+class OutputReader:
+    """Reads what workers have appended to the files in `WorkerLogs.forwarded`. For one thread."""
 
-    def __init__(self, logs: JobLogs) -> None:
+    def __init__(self, logs: WorkerLogs) -> None:
         self._logs = logs
-        self._at: dict[Path, int] = {}
-        self._said: dict[Path, int] = {}  # characters, or bytes of what is too long to be shown
-        self._broken: dict[Path, bytes] = {}  # a character whose rest has not come yet
+        self._offsets: dict[Path, int] = {}
+        self._counts: dict[Path, int] = {}  # characters so far, plus bytes that were left out
+        self._incomplete: dict[Path, bytes] = {}  # the beginning of a character
 
     def read(self) -> list[messages.WorkerOutput]:
-        found = []
-        for (w, stream), path in list(self._logs.shown.items()):
+        """The new output of all streams."""
+        outputs = []
+        for (w, stream), path in list(self._logs.forwarded.items()):
             output = self._read(w, stream, path)
             if output is not None:
-                found.append(output)
-            elif w.incarnation < self._logs.round:  # of an earlier round: all has been read
-                del self._logs.shown[w, stream]
-        return found
+                outputs.append(output)
+            elif w.incarnation < self._logs.round:  # the round has ended, and all was read
+                del self._logs.forwarded[w, stream]
+        return outputs
 
     def _read(self, w: WorkerId, stream: str, path: Path) -> messages.WorkerOutput | None:
-        at = self._at.get(path, 0)
+        offset = self._offsets.get(path, 0)
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                begin = max(at, size - MOST)
+                begin = max(offset, size - MOST)
                 file.seek(begin)
-                data = self._broken.pop(path, b"") * (begin == at) + file.read(MOST)
+                data = self._incomplete.pop(path, b"") * (begin == offset) + file.read(MOST)
         except OSError:
             return None
-        self._at[path] = min(size, begin + MOST)
-        if size <= at:
+        self._offsets[path] = min(size, begin + MOST)
+        if size <= offset:
             return None
-        whole = _whole(data)
-        if whole < len(data):
-            self._broken[path] = data[whole:]
-        text = data[:whole].decode("utf-8", "replace")
-        self._said[path] = self._said.get(path, 0) + begin - at + len(text)
-        return messages.WorkerOutput(w, stream, text, self._said[path])
+        complete = _complete_bytes(data)
+        if complete < len(data):
+            self._incomplete[path] = data[complete:]
+        text = data[:complete].decode("utf-8", "replace")
+        self._counts[path] = self._counts.get(path, 0) + begin - offset + len(text)
+        return messages.WorkerOutput(w, stream, text, self._counts[path])
 
 
-def _whole(data: bytes) -> int:
-    """How many bytes there are up to a character of UTF-8 that is cut off at the end."""
+def _complete_bytes(data: bytes) -> int:
+    """The count of bytes before a UTF-8 character that is cut off at the end."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte >= 0xC0:

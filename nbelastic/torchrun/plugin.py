@@ -1,4 +1,4 @@
-"""The entry point of the group `torchrun.handlers`. torch loads it whenever its rendezvous is imported, so it imports little."""
+"""The entry point of the group `torchrun.handlers`. torch always loads it with its rendezvous, so it imports little."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def handler() -> Callable[[Any], Any]:
-    """What makes a rendezvous handler of torch's `RendezvousParameters`."""
+    """The function that creates a rendezvous handler from torch's `RendezvousParameters`."""
     return create
 
 
 def create(params: Any) -> Any:
-    """See `external.create`."""
+    """See `external_node.create`."""
     from nbelastic.torchrun import external_node
 
     return external_node.create(params)

@@ -1,7 +1,7 @@
-"""A rendezvous handler of torchelastic's that decides nothing: it asks the driver.
+"""A rendezvous handler for torchelastic; the driver makes its decisions.
 
-Each time a node waits for a round it offers a fresh TCPStore; the round uses the one of its first node, so no round sees
-keys of another. Ranks are the driver's too: the first node writes them where torch's agents look for them.
+Whenever a node waits for a round it offers a new TCPStore. A round uses the store of its first node, so it sees no keys
+of other rounds. The driver also assigns the ranks: the first node writes them where torch's agents read them.
 """
 
 from __future__ import annotations
@@ -36,164 +36,164 @@ from nbelastic.system.interfaces import interface_of
 from nbelastic.transport.client import Client
 
 BACKEND = "nbelastic"
-NICS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-AGAIN = 0.5  # seconds between words of the same waiting
-PATIENCE = 1.0  # seconds for one try to reach the store of a round's first node
-FAREWELL = 2.0  # seconds that the first node's store stays, at most, when it has finished
-REACH = 30.0  # seconds in which it has to be reached
-STORE = 300.0  # seconds that torch's agents and workers wait for a key, as with torch's own handlers
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+REPEAT_READY = 0.5  # seconds between two `NodeReady` while a node waits
+CONNECT_TRY = 1.0  # seconds for one try to connect to the store of a round's first node
+CONNECT_TIMEOUT = 30.0  # seconds for all tries
+KEEP_STORE = 2.0  # seconds, at most, that the first node's store stays open after it has finished
+KEY_TIMEOUT = 300.0  # seconds that torch's agents and workers wait for a key, as with torch's own handlers
 
 
 class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carries no types here
-    """One node's side. `hear` is called in the link's thread, all else in the main one.
+    """One node's end of the rendezvous. `receive` is called in the client's thread, all else in the main thread.
 
-    `home`: the address where this node offers its stores, and the interface on which its workers meet the others.
-    `before_round(round)` is called with each round that this node is in, before torch sees it.
+    `connect(receive)` makes the client. `home`: the address on which this node offers its stores, and the interface that
+    its workers use. `before_round(round)` is called before torch's agent enters a round, `on_wait(reason)` when the
+    driver's reason to wait changes. `leaves_if_full`: end if the cluster has no slot for this node.
     """
 
     def __init__(
         self,
-        link: Callable[[Callable[[messages.Message], None]], Client],
+        connect: Callable[[Callable[[messages.Message], None]], Client],
         ready: sev.NodeReady,
         home: tuple[str, str],
         *,
         timeout: float | None = None,
         before_round: Callable[[node_messages.Round], None] = lambda _: None,
-        told: Callable[[str], None] = lambda _: None,
-        leaves: bool = False,
+        on_wait: Callable[[str], None] = lambda _: None,
+        leaves_if_full: bool = False,
     ) -> None:
         self._ready, self._home, self._timeout = ready, home, timeout
-        self._nics = tuple(name for name in NICS if name not in os.environ)  # that the user has not set
-        self._before_round, self._told, self._leaves = before_round, told, leaves
-        self._orders: queue.Queue[
-            node_messages.Round | messages.Rehome | node_messages.Wait | node_messages.EndNode
-        ] = queue.Queue()
-        self._dismissed: node_messages.EndNode | None = None
-        self._left = 0  # the newest round that is to be left
-        self._offers: dict[str, TCPStore] = {}  # since the last round
-        self._store: TCPStore | None = None  # of the present round, if it is this node's
+        self._unset_variables = tuple(name for name in INTERFACE_VARIABLES if name not in os.environ)
+        self._before_round, self._on_wait, self._leaves_if_full = before_round, on_wait, leaves_if_full
+        self._inbox: queue.Queue[node_messages.Round | messages.Rehome | node_messages.Wait | node_messages.EndNode]
+        self._inbox = queue.Queue()
+        self._end_message: node_messages.EndNode | None = None
+        self._round_to_leave = 0  # the newest one; earlier ones are to be left too
+        self._offers: dict[str, TCPStore] = {}  # since the last round, by endpoint
+        self._store: TCPStore | None = None  # the present round's, if this node offered it
         self._round: node_messages.Round | None = None
-        self._said: sev.NodeReady | None = None  # while it waits for a round
-        self.link = link(self.hear)
+        self._sent_ready: sev.NodeReady | None = None  # None unless this node waits for a round
+        self.link = connect(self.receive)
         self.link.start()
 
-    def hear(self, message: messages.Message) -> None:
+    def receive(self, message: messages.Message) -> None:
         match message:
             case messages.NewDriver():
-                self._introduce()
+                self._on_new_driver()
             case node_messages.LeaveRound(round=number):
-                self._left = max(self._left, number)
+                self._round_to_leave = max(self._round_to_leave, number)
             case node_messages.EndNode():
-                self._dismissed = message
-                self._orders.put(message)
+                self._end_message = message
+                self._inbox.put(message)
             case node_messages.Round() | node_messages.Wait():
-                self._orders.put(message)
+                self._inbox.put(message)
             case messages.Rehome(address=address, interface=interface):
                 self._home = (address, interface)
-                self._orders.put(message)
+                self._inbox.put(message)
 
-    def _introduce(self) -> None:
-        """A driver that had others before it does not know this node. Once it is seated, that is over for it anyway."""
-        if (said := self._said) is not None:
-            self.link.reset_session(lambda: said)
+    def _on_new_driver(self) -> None:
+        """Send NodeReady to a driver that does not know this node. A node in a round sends nothing: its round ends."""
+        if (ready := self._sent_ready) is not None:
+            self.link.reset_session(lambda: ready)
 
-    # ---- what torch's agent asks ----
+    # ---- called by torch's agent ----
 
     def get_backend(self) -> str:
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet in the round's store, unless torch's own switch says otherwise."""
+        """Whether workers use the round's store: yes, unless torch's own environment variable forbids it."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round. RendezvousTimeoutError, RendezvousClosedError, each with the driver's reason."""
+        """Wait for the next round. RendezvousTimeoutError and RendezvousClosedError name the driver's reason."""
         end = time.monotonic() + self._timeout if self._timeout is not None else None
         while True:
-            self._round = order = self._wait_for_round(end)
-            self._said = None
-            store = self._enter(order)
+            self._round = new_round = self._wait_for_round(end)
+            self._sent_ready = None
+            store = self._open_store(new_round)
             if store is not None:
                 break
-        self._before_round(order)
-        return RendezvousInfo(store, order.rank, len(order.assignments), self._bootstrap(order, store))
+        self._before_round(new_round)
+        return RendezvousInfo(store, new_round.rank, len(new_round.assignments), self._bootstrap(new_round, store))
 
     def is_closed(self) -> bool:
-        return self._dismissed is not None
+        return self._end_message is not None
 
     def set_closed(self) -> None:
-        """Only the driver closes."""
+        """Do nothing: only the driver closes the rendezvous."""
 
     def num_nodes_waiting(self) -> int:
-        """Not 0: end the workers and come back."""
-        if self._dismissed is not None:
-            self._end(self._dismissed)
-        return int(self._round is not None and self._left >= self._round.round)
+        """1 if torch's agent must end its workers and call `next_rendezvous` again, else 0."""
+        if self._end_message is not None:
+            self._raise_end(self._end_message)
+        return int(self._round is not None and self._round_to_leave >= self._round.round)
 
     def get_run_id(self) -> str:
-        """The job's name, once it is known."""
+        """The job's name; "none" if it is not known yet."""
         return self._round.job if self._round is not None else self._ready.job or "none"
 
     def shutdown(self) -> bool:
-        """After the end of torch's agent."""
+        """Called when torch's agent has ended."""
         self._store = None
         return True
 
-    def linger(self) -> None:
-        """At the end: the others may still be reading the store of the first node, so it stays until all have finished."""
+    def keep_store(self) -> None:
+        """Keep the first node's store open until all nodes have finished: they may still be reading it."""
         if self._round is not None and self._round.rank == 0 and len(self._round.assignments) > 1:
-            end = time.monotonic() + FAREWELL
-            while self._dismissed is None and time.monotonic() < end:
+            end = time.monotonic() + KEEP_STORE
+            while self._end_message is None and time.monotonic() < end:
                 time.sleep(0.02)
             time.sleep(0.2)
 
-    # ---- how ----
+    # ---- rounds and stores ----
 
     @property
     def round(self) -> node_messages.Round | None:
-        """The one that this node is in, or was in last."""
+        """The round that this node is in, or was in last."""
         return self._round
 
     def _wait_for_round(self, end: float | None) -> node_messages.Round:
-        """Say that this node is ready, again and again, until it is seated."""
+        """Send NodeReady repeatedly until the driver sends a new round."""
         last = self._round.round if self._round is not None else 0
         reason = "the driver has not answered"
-        store, said_at = self._offer(), 0.0
+        store, sent_at = self._offer_store(), 0.0
         while True:
-            if self._dismissed is not None:
-                self._end(self._dismissed)
-            self._mind_driver()
+            if self._end_message is not None:
+                self._raise_end(self._end_message)
+            self._check_driver()
             now = time.monotonic()
-            if now >= said_at + AGAIN:
-                said_at = now
-                self._said = replace(self._ready, round=last, store=store, pid=os.getpid())
-                self.link.send(self._said)
+            if now >= sent_at + REPEAT_READY:
+                sent_at = now
+                self._sent_ready = replace(self._ready, round=last, store=store, pid=os.getpid())
+                self.link.send(self._sent_ready)
             try:
-                order = self._orders.get(timeout=max(0.0, said_at + AGAIN - now))
+                message = self._inbox.get(timeout=max(0.0, sent_at + REPEAT_READY - now))
             except queue.Empty:
-                order = None
-            match order:
-                case node_messages.Round(round=number) if number > last and number > self._left:
-                    return order
+                message = None
+            match message:
+                case node_messages.Round(round=number) if number > last and number > self._round_to_leave:
+                    return message
                 case messages.Rehome() if self._home[0] != address_of(store):
-                    store, said_at = self._offer(), 0.0
+                    store, sent_at = self._offer_store(), 0.0
                 case node_messages.Wait():
-                    if order.reason != reason:
-                        self._told(order.reason)
-                    reason = order.reason
-                    if order.full and self._leaves:
+                    if message.reason != reason:
+                        self._on_wait(message.reason)
+                    reason = message.reason
+                    if message.full and self._leaves_if_full:
                         raise RendezvousClosedError(reason)
             if end is not None and time.monotonic() > end:
                 raise RendezvousTimeoutError(f"no round within {self._timeout:g} s: {reason}")
 
-    def _mind_driver(self) -> None:
-        """Whether somebody else ends this node if the driver is gone."""
+    def _check_driver(self) -> None:
+        """Raise if the driver is lost and this node must end. A host's node need not: its agent ends it."""
 
-    def _offer(self) -> str:
-        """A fresh store, on this node's address alone; where it is. Earlier ones stay: a round may be forming with one."""
+    def _offer_store(self) -> str:
+        """Open a new store on this node's address; return its endpoint. Earlier stores stay, as a round may use one."""
         address, interface = self._home
-        for name in self._nics:
+        for name in self._unset_variables:
             os.environ[name] = interface or interface_of(address)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -206,64 +206,65 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
                 port,
                 is_master=True,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=STORE),
+                timeout=timedelta(seconds=KEY_TIMEOUT),
                 master_listen_fd=listener.detach(),
             )
         return endpoint
 
-    def _enter(self, order: node_messages.Round) -> Store | None:
-        """The round's store, with this node's ranks in it; None if the round is over before that.
+    def _open_store(self, new_round: node_messages.Round) -> Store | None:
+        """The round's store, once it holds this node's ranks; None if the round ends before that.
 
-        RendezvousConnectionError if it cannot be reached from here.
+        RendezvousConnectionError if this node cannot connect to it.
         """
-        host, port = split_endpoint(order.store)
-        self._store = self._offers.get(order.store)
+        host, port = split_endpoint(new_round.store)
+        self._store = self._offers.get(new_round.store)
         self._offers.clear()
-        if order.rank == 0:
+        if new_round.rank == 0:
             store = self._store
             assert store is not None
-            _write_ranks(store, order)
+            _write_ranks(store, new_round)
             return store
-        end = time.monotonic() + REACH
-        while self._left < order.round and self._dismissed is None:
-            self._mind_driver()
+        end = time.monotonic() + CONNECT_TIMEOUT
+        while self._round_to_leave < new_round.round and self._end_message is None:
+            self._check_driver()
             try:
-                store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+                store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_TRY))
             except DistError:
                 if time.monotonic() > end:
+                    first_host = new_round.assignments[0].host
                     raise RendezvousConnectionError(
-                        f"the store of {order.assignments[0].host} at {order.store} is not reached from {self._home[0]}"
+                        f"the store of {first_host} at {new_round.store} cannot be reached from {self._home[0]}"
                     ) from None
                 continue
             try:
-                store.wait([f"{RANKS}{order.rank}"], timedelta(seconds=PATIENCE))
+                store.wait([f"{RANKS}{new_round.rank}"], timedelta(seconds=CONNECT_TRY))
             except DistError:
                 continue
-            store.set_timeout(timedelta(seconds=STORE))
+            store.set_timeout(timedelta(seconds=KEY_TIMEOUT))
             return store
         return None
 
-    def _bootstrap(self, order: node_messages.Round, store: Store) -> RendezvousStoreInfo:
-        host, port = split_endpoint(order.store)
+    def _bootstrap(self, new_round: node_messages.Round, store: Store) -> RendezvousStoreInfo:
+        host, port = split_endpoint(new_round.store)
         if self.use_agent_store:
             return RendezvousStoreInfo(host, port)
-        return RendezvousStoreInfo.build(order.rank, store, host)
+        return RendezvousStoreInfo.build(new_round.rank, store, host)
 
-    def _end(self, dismissal: node_messages.EndNode) -> NoReturn:
+    def _raise_end(self, message: node_messages.EndNode) -> NoReturn:
         if self._ready.external:
-            if dismissal.error:
-                raise RendezvousClosedError(dismissal.reason)
-            print(f"nbelastic: {dismissal.reason}", file=sys.stderr)
+            if message.error:
+                raise RendezvousClosedError(message.reason)
+            print(f"nbelastic: {message.reason}", file=sys.stderr)
             raise SystemExit(0)
-        raise RendezvousGracefulExitError(dismissal.reason)
+        raise RendezvousGracefulExitError(message.reason)
 
 
-RANKS, ROLES = "torchelastic/assigned_ranks/", "torchelastic/role_info/"  # where torch's agents look
+RANKS, ROLES = "torchelastic/assigned_ranks/", "torchelastic/role_info/"  # keys that torch's agents read
 
 
-def _write_ranks(store: Store, order: node_messages.Round) -> None:
-    """All that torch's agents tell one another before they start workers: none of them has to wait for another."""
-    for rank, seat in enumerate(order.assignments):
-        store.set(f"{ROLES}{rank}", _RoleInstanceInfo(seat.role, rank, seat.workers).serialize())
-    for rank, numbers in enumerate(order.rank_numbers):
+def _write_ranks(store: Store, new_round: node_messages.Round) -> None:
+    """Write what torch's agents exchange before they start workers, so that none of them waits for another."""
+    for rank, assignment in enumerate(new_round.assignments):
+        store.set(f"{ROLES}{rank}", _RoleInstanceInfo(assignment.role, rank, assignment.workers).serialize())
+    for rank, numbers in enumerate(new_round.rank_numbers):
         store.set(f"{RANKS}{rank}", json.dumps(numbers))

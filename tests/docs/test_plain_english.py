@@ -13,9 +13,6 @@ from tests.docs.plain_english import faults
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]}
 LISTS_OLD_WORDS = {"glossary.md", "CHANGELOG.md"}
-NOT_YET = {  # still to be rewritten; a page or folder that passes leaves this list
-    "torchrun",
-}
 FOLDERS = sorted(path.name for path in (ROOT / "nbelastic").iterdir() if (path / "__init__.py").exists())
 TEST_FOLDERS = sorted(
     path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py")) and path.name != "docs"
@@ -36,13 +33,13 @@ def printed(paths: list[Path]) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{line}: {fault}" for path in paths for line, fault in faults(path)]
 
 
-@pytest.mark.parametrize("name", sorted(PAGES.keys() - LISTS_OLD_WORDS - NOT_YET))
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - LISTS_OLD_WORDS))
 def test_a_page_is_plain_english(name):
     """No banned word, no riddle, no sentence of more than 25 words."""
     assert printed([PAGES[name]]) == []
 
 
-@pytest.mark.parametrize("folder", [name for name in FOLDERS if name not in NOT_YET])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_is_plain_english(folder):
     """The same of its docstrings and comments."""
     assert printed(sorted((ROOT / "nbelastic" / folder).glob("*.py"))) == []
@@ -58,13 +55,6 @@ def test_a_folder_of_tests_is_plain_english(folder):
 def test_a_folder_of_tests_that_is_not_plain_yet_has_faults(folder):
     """A folder of tests that passes has to leave the list, so that it stays plain."""
     assert printed(sorted((ROOT / "tests" / folder).glob("*.py"))), f"tests/{folder}: take it off TESTS_NOT_YET"
-
-
-@pytest.mark.parametrize("name", sorted(NOT_YET))
-def test_what_is_not_plain_yet_has_faults(name):
-    """What passes must leave the list, so that it cannot fall back."""
-    paths = [PAGES[name]] if name in PAGES else sorted((ROOT / "nbelastic" / name).glob("*.py"))
-    assert printed(paths), f"{name} is plain English now: take it off NOT_YET"
 
 
 @pytest.mark.parametrize(

@@ -237,10 +237,12 @@ def test_who_cannot_come_from_another_machine(network, make, terminal, carry, tm
             return run.said.splitlines()[-1]
 
     refused = last_words(carry(old, "h3"))
-    assert refused.endswith(f"does not accept this key: is the file of {cluster.name!r}'s present start?")
+    assert refused.endswith(
+        f"does not accept this key: is this the connection file of {cluster.name!r}'s present start?"
+    )
     assert not external_nodes(cluster)
     there = carry(file, "h3")
     cluster.stop()
     assert last_words(there).endswith(
-        f"nobody listens at {content['address']}: the cluster {cluster.name!r} is closed."
+        f"nothing listens at {content['address']}: the cluster {cluster.name!r} is closed."
     )

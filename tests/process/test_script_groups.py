@@ -74,4 +74,4 @@ def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
         assert "is closed" in run.stdout.read()
     with torchrun(*join_options(copy), REPORT, tmp_path) as run:
         assert run.wait(40) != 0
-        assert "nobody listens at" in run.stdout.read()
+        assert "nothing listens at" in run.stdout.read()

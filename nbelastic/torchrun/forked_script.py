@@ -1,0 +1,100 @@
+"""Run a script in a fork of the template as `python script.py` would, without starting Python and importing torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing as mp
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from multiprocessing import connection
+from typing import Any
+
+from nbelastic.system.processes import kill_group
+from nbelastic.torchrun.tracebacks import user_traceback
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Variables that torch's agent and the rendezvous set, besides those that begin with TORCHELASTIC_
+WORKER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+)
+INTERRUPTED = 130
+
+
+def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments: str) -> None:
+    """Run the script or module, then return. `variables`: names of the environment of a new process, besides torch's.
+
+    SystemExit with the exit code of a new process. Exceptions are printed and raised to torch, which writes them into
+    the error file.
+    """
+    os.setsid()  # a process group, so that all that the script starts can be killed with it
+    _end_with_agent()
+    _reset_process(variables)
+    try:
+        _run(target, module, arguments)
+    except SystemExit as end:
+        if code := _exit_code(end):
+            raise SystemExit(code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except Exception as error:
+        sys.stderr.write(user_traceback("".join(traceback.format_exception(error))))
+        raise
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+
+def _run(target: str, module: bool, arguments: Iterable[str]) -> None:
+    sys.argv = [target, *arguments]
+    if module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+        runpy.run_path(target, run_name="__main__")
+
+
+def _exit_code(end: SystemExit) -> int:
+    """The exit code as the interpreter determines it: a text is printed, and the code is 1."""
+    if end.code is None or isinstance(end.code, int):
+        return int(end.code or 0)
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _end_with_agent() -> None:
+    """Kill this process group when the elastic agent ends. Linux's parent-death signal would watch the template instead."""
+    parent: Any = mp.parent_process()
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        kill_group(os.getpgrp())
+
+    threading.Thread(target=watch, name="nbelastic-end-with-agent", daemon=True).start()
+
+
+def _reset_process(variables: tuple[str, ...]) -> None:
+    """Undo what the template has set for itself and for engines: signals, environment, start method, streams."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    for name in set(os.environ) - set(variables) - set(WORKER_VARIABLES):
+        if not name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`
+
+
+def _unbuffered(fd: int) -> io.TextIOWrapper:
+    raw = open(fd, "wb", buffering=0, closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
