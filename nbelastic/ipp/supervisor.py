@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.system import ports
+from nbelastic.system.backoff import Backoff
 from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.fault_handling import Report, report_to_log, supervise
 from nbelastic.system.private_files import make_private, replace_private
 from nbelastic.system.process_identity import identity, is_alive, pid_of
-from nbelastic.system.processes import is_stopped, state_of
+from nbelastic.system.processes import is_stopped, last_output, state_of
 
 CODE = "from nbelastic.ipp.controller import main; main()"
 PORTS = 18  # that ipyparallel's controller listens on
@@ -27,11 +28,9 @@ MAX_ATTEMPTS = 3  # of the first start: another process may take a port before t
 LOWEST_PORT = 10_000
 MAX_OUTPUT = 2000  # characters of the controller's output in an error
 
-HEARTBEAT = (
-    100  # milliseconds between two heartbeats of an engine; with more than 100 engines, one millisecond per engine
-)
+HEARTBEAT = 100  # milliseconds between two heartbeats of an engine; above 100 engines, one millisecond per engine
 EXTRA_SILENCE = (
-    10.0  # seconds: ipyparallel drops an engine's results, so it waits longer for a silent engine than the driver
+    10.0  # seconds that ipyparallel waits longer for an engine than the driver: it drops a lost one's results
 )
 MIN_PAUSE, MAX_PAUSE = 0.1, 10.0  # seconds between two starts of a controller that ends early
 EARLY_END = 10.0  # seconds after its start
@@ -64,7 +63,7 @@ class Supervisor:
         driver_lease: DriverLease,
         *,
         on_restart: Callable[[], None] = lambda: None,
-        on_problem: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
+        on_problem: Callable[[str], None] = lambda _: None,
         max_engines: float = 0,
         report: Report = report_to_log,
     ) -> None:
@@ -77,12 +76,8 @@ class Supervisor:
             f"--HeartMonitor.max_heartmonitor_misses={int((silence + EXTRA_SILENCE) * 1000 / period)}",
             "--log-level=40",
         ]
-        self._driver_lease, self._on_restart, self._on_problem, self._report = (
-            driver_lease,
-            on_restart,
-            on_problem,
-            report,
-        )
+        self._driver_lease, self._report = driver_lease, report
+        self._on_restart, self._on_problem = on_restart, on_problem
         self._stem = profile / "security" / f"ipcontroller-{name}"
         self._log = profile / "log" / f"ipcontroller-{name}.log"
         self._state = profile / "log" / f"engines{name}.json"
@@ -146,27 +141,27 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Restart the controller whenever it ends; if it ends early, after pauses that grow."""
-        pause, now = 0.0, asyncio.get_running_loop().time
+        backoff, now = Backoff(MIN_PAUSE, MAX_PAUSE), asyncio.get_running_loop().time
         while True:
             began = now()
             await self.wait_for_end()
             lived = now() - began
-            pause = min(2 * pause or MIN_PAUSE, MAX_PAUSE) if lived < EARLY_END else 0.0
-            if pause:
+            if lived < EARLY_END:
                 self._on_problem(f"it ended after {lived:.1f} s: {self.last_line()}")
-                await asyncio.sleep(pause)
+                await asyncio.sleep(backoff.next())
+            else:
+                backoff.reset()
             await self._restart_until_it_runs()
             self._on_restart()
 
     async def _restart_until_it_runs(self) -> None:
-        pause = MIN_PAUSE
+        backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while True:
             try:
                 await self.restart()
             except (OSError, RuntimeError) as error:  # another process may use one of its ports for a moment
                 self._on_problem(f"the last start failed: {error}")
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE)
+                await asyncio.sleep(backoff.next())
             else:
                 return
 
@@ -245,10 +240,7 @@ class Supervisor:
 
     def last_line(self) -> str:
         """The last line of its output; empty if there is none."""
-        with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_OUTPUT))
-            return (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-        return ""
+        return (last_output(self._log).strip().splitlines() or [""])[-1]
 
     async def wait_for_end(self) -> None:
         """Wait until its process has ended, also if it is not a child of this process."""
@@ -323,9 +315,7 @@ def _ports() -> Iterator[list[int]]:
             holder = holding.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 holder.bind(("127.0.0.1", port))
-                holder.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                )  # ZeroMQ may listen there; this socket never does
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ZeroMQ may listen; this socket does not
                 found.append(port)
             if len(found) == PORTS:
                 break
