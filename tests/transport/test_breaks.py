@@ -1,4 +1,4 @@
-"""Connections break again and again; nothing that is said is lost or heard twice."""
+"""Connections break again and again: each message arrives once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import MAX_UNACKNOWLEDGED
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
-from tests.transport.test_link import NAME, W, until
+from tests.support.waiting import until_async as until
+from tests.transport.link_ends import PEER, WORKER
 
-EACH = MAX_UNACKNOWLEDGED - 100  # else some may be given up
+COUNT = MAX_UNACKNOWLEDGED - 100  # else some may be discarded
 
 
-class Relay:
-    """Between a peer and the hub, at a port of its own; `cut()` ends all connections with what is on its way."""
+class CuttableProxy:
+    """Forwards connections to the server. `cut()` ends all of them with the bytes that are on their way."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -44,56 +45,56 @@ class Relay:
         both = {writer, far_writer}
         self._open |= both
 
-        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        async def forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
                 while data := await source.read(700):
                     self.carried += 1
-                    await asyncio.sleep(0.001)  # there is always something in between
+                    await asyncio.sleep(0.001)  # so that bytes are always on their way
                     sink.write(data)
             sink.close()
 
-        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+        await asyncio.gather(forward(reader, far_writer), forward(far_reader, writer))
         self._open -= both
 
 
 @pytest.mark.parametrize("by_agent", [False, True])
-def test_nothing_is_lost_or_heard_twice(by_agent, tmp_path):
-    """Both speak all the time while their connection is cut two dozen times: all of it arrives, once, in order.
+def test_nothing_is_lost_or_received_twice(by_agent, tmp_path):
+    """Both ends send while their connection is cut two dozen times: each message arrives once, in order.
 
-    So it is if the connection is that of a worker's agent.
+    The same holds if the connection is that of the worker's agent.
     """
 
     async def story() -> None:
-        keys, said, heard = Keys.make(), [], []
-        server = Server(keys, lambda _, message: said.append(message), heartbeat=0.1)
+        keys, received_by_server, received = Keys.make(), [], []
+        server = Server(keys, lambda _, message: received_by_server.append(message), heartbeat=0.1)
         await server.start()
-        relay = Relay(int(server.address.rpartition(":")[2]))
-        await relay.start()
-        address = f"tcp://127.0.0.1:{relay.port}"
-        agent = Client(address, keys.for_clients(), "agent/a~1", agent_messages.ToAgent, heard.append, heartbeat=0.1)
+        proxy = CuttableProxy(int(server.address.rpartition(":")[2]))
+        await proxy.start()
+        address = f"tcp://127.0.0.1:{proxy.port}"
+        agent = Client(address, keys.for_clients(), "agent/a~1", agent_messages.ToAgent, received.append, heartbeat=0.1)
         agent.start(relay=tmp_path)
-        way = (tmp_path, None) if by_agent else (address, keys.for_clients())
-        one = Client(*way, NAME, worker_messages.ToWorker, heard.append, heartbeat=0.1)
-        one.start()
-        one.send(ev.LeaveAcknowledged(W, 1, 0))
-        await until(lambda: said)
+        connection = (tmp_path, None) if by_agent else (address, keys.for_clients())
+        client = Client(*connection, PEER, worker_messages.ToWorker, received.append, heartbeat=0.1)
+        client.start()
+        client.send(ev.LeaveAcknowledged(WORKER, 1, 0))
+        await until(lambda: received_by_server)
         cuts = 0
-        for number in range(1, EACH):
-            one.send(ev.LeaveAcknowledged(W, 1, number))
-            server.send(NAME, worker_messages.Abort(number, ""))
+        for number in range(1, COUNT):
+            client.send(ev.LeaveAcknowledged(WORKER, 1, number))
+            server.send(PEER, worker_messages.Abort(number, ""))
             await asyncio.sleep(0.002)
             if number % 40 == 0:
-                at = relay.carried
-                await until(lambda at=at: relay.carried > at + 5)
-                relay.cut()
+                before = proxy.carried
+                await until(lambda before=before: proxy.carried > before + 5)
+                proxy.cut()
                 cuts += 1
-        await until(lambda: len(said) == EACH and len(heard) == EACH - 1)
+        await until(lambda: len(received_by_server) == COUNT and len(received) == COUNT - 1)
         assert cuts > 20
-        assert [message.commit for message in said] == list(range(EACH))
-        assert [message.generation for message in heard] == list(range(1, EACH))
-        await asyncio.to_thread(one.close)
+        assert [message.commit for message in received_by_server] == list(range(COUNT))
+        assert [message.generation for message in received] == list(range(1, COUNT))
+        await asyncio.to_thread(client.close)
         await asyncio.to_thread(agent.close)
-        await relay.stop()
+        await proxy.stop()
         await server.stop()
 
     asyncio.run(story())

@@ -1,4 +1,4 @@
-"""What was heard on the wire is of no use to whoever heard it."""
+"""An attacker who records the bytes of a connection and sends them again has no access."""
 
 import asyncio
 import contextlib
@@ -6,16 +6,17 @@ import contextlib
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.transport.client import Client
-from tests.transport.test_link import NAME, W, place, until
+from tests.support.waiting import until_async as until
+from tests.transport.link_ends import PEER, WORKER, running_driver
 
-GOOD = ev.WorkerFormed(W, 1)
+MESSAGE = ev.WorkerFormed(WORKER, 1)
 
 
-class Relay:
-    """Between a peer and the hub: passes everything on and keeps what the peer said."""
+class RecordingProxy:
+    """Forwards a peer's connection to the server, and records the bytes that the peer sends."""
 
     def __init__(self, port):
-        self._port, self.heard = port, bytearray()
+        self._port, self.received = port, bytearray()
 
     async def start(self):
         self._server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
@@ -28,52 +29,52 @@ class Relay:
     async def _handle(self, reader, writer):
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
 
-        async def pump(source, sink, keep):
+        async def forward(source, sink, keep):
             with contextlib.suppress(OSError):
                 while data := await source.read(1 << 16):
                     if keep:
-                        self.heard += data
+                        self.received += data
                     sink.write(data)
             sink.close()
 
-        await asyncio.gather(pump(reader, far_writer, True), pump(far_reader, writer, False))
+        await asyncio.gather(forward(reader, far_writer, True), forward(far_reader, writer, False))
 
 
-def test_a_replayed_connection_is_nobody():
-    """All bytes of a real worker's connection, sent again, whole or one piece after the other: nothing is heard twice."""
+def test_a_replayed_connection_has_no_effect():
+    """All bytes of a worker's connection are sent again, at once or in pieces: no message is received twice."""
 
     async def story():
-        async with place() as there:
-            port = int(there.server.address.rpartition(":")[2])
-            relay = Relay(port)
-            await relay.start()
-            one = Client(
-                f"tcp://127.0.0.1:{relay.port}",
-                there.keys.for_clients(),
-                NAME,
+        async with running_driver() as driver:
+            port = int(driver.server.address.rpartition(":")[2])
+            proxy = RecordingProxy(port)
+            await proxy.start()
+            client = Client(
+                f"tcp://127.0.0.1:{proxy.port}",
+                driver.keys.for_clients(),
+                PEER,
                 worker_messages.ToWorker,
                 lambda _: None,
             )
-            one.start()
-            one.send(GOOD)
-            await until(lambda: there.heard == [(NAME, GOOD)])
-            await asyncio.to_thread(one.close)
-            await relay.stop()
-            assert b"CURVE" in relay.heard
-            assert b"WorkerFormed" not in relay.heard  # nor can it be read
-            assert there.keys.client_secret.encode() not in relay.heard
-            at = there.server.heard_at[NAME]
-            for piece in (len(relay.heard), 64, 1, 200):
+            client.start()
+            client.send(MESSAGE)
+            await until(lambda: driver.received == [(PEER, MESSAGE)])
+            await asyncio.to_thread(client.close)
+            await proxy.stop()
+            assert b"CURVE" in proxy.received
+            assert b"WorkerFormed" not in proxy.received  # it is encrypted
+            assert driver.keys.client_secret.encode() not in proxy.received
+            at = driver.server.heard_at[PEER]
+            for piece in (len(proxy.received), 64, 1, 200):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 with contextlib.suppress(OSError, TimeoutError):
-                    for begin in range(0, len(relay.heard), piece):
-                        writer.write(relay.heard[begin : begin + piece])
+                    for begin in range(0, len(proxy.received), piece):
+                        writer.write(proxy.received[begin : begin + piece])
                         await writer.drain()
                         await asyncio.sleep(0)
                     await asyncio.wait_for(reader.read(), 0.5)
                 writer.close()
-            assert there.heard == [(NAME, GOOD)]
-            assert there.server.heard_at[NAME] == at
-            assert not there.server.dropped
+            assert driver.received == [(PEER, MESSAGE)]
+            assert driver.server.heard_at[PEER] == at
+            assert not driver.server.dropped
 
     asyncio.run(story())

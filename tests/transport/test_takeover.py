@@ -1,4 +1,4 @@
-"""A hub takes over from another: on the same address, whom it has to ask who they are, and what is believed."""
+"""A server takes over another one's address: it greets unknown peers, and accepts their messages after their reports."""
 
 from __future__ import annotations
 
@@ -20,118 +20,125 @@ from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
 from tests.support.waiting import until_async as until
 
-W = WorkerId("a", 0, 1)
-NAME = f"worker/{W}"
+WORKER = WorkerId("a", 0, 1)
+PEER = f"worker/{WORKER}"
 
 
 class Worker:
-    """As a real one: it says who it is when it is welcomed."""
+    """A worker that reports to each new driver, as real ones do."""
 
     def __init__(self, address, keys):
-        self.heard = []
-        self.link = Client(address, keys.for_clients(), NAME, worker_messages.ToWorker, self.receive, heartbeat=0.1)
+        self.received = []
+        self.client = Client(address, keys.for_clients(), PEER, worker_messages.ToWorker, self.receive, heartbeat=0.1)
 
     def receive(self, message):
-        self.heard.append(message)
+        self.received.append(message)
         if isinstance(message, messages.NewDriver):
-            self.answer()
+            self.send_report()
 
-    def answer(self):
-        self.link.reset_session(lambda: worker_messages.WorkerReport(W, os.getpid(), commit=7))
+    def send_report(self):
+        self.client.reset_session(lambda: worker_messages.WorkerReport(WORKER, os.getpid(), commit=7))
 
 
-async def hub_at(keys, heard, term, port=0):
-    server = Server(keys, lambda peer, message: heard.append(message), heartbeat=0.1, term=term)
+async def start_server(keys, received, term, port=0):
+    server = Server(keys, lambda peer, message: received.append(message), heartbeat=0.1, term=term)
     await server.start(port=port)
     return server
 
 
-def test_who_lives_on_is_asked_who_it_is():
-    """The next driver hears nothing of a worker before that has said who it is, and then all; the worker knew it was alone."""
+def test_a_worker_reports_to_the_next_driver():
+    """The next driver receives nothing from a worker before its report. The worker knew that it had no driver."""
 
     async def story():
-        keys, first, second = Keys.make(), [], []
-        server = await hub_at(keys, first, 1)
+        keys, received_by_first, received_by_second = Keys.make(), [], []
+        server = await start_server(keys, received_by_first, 1)
         port = split_endpoint(server.address)[1]
         worker = Worker(server.address, keys)
-        worker.link.start()
-        worker.link.send(ev.WorkerFormed(W, 1))
-        await until(lambda: first == [ev.WorkerFormed(W, 1)])
-        assert worker.heard == [], "a first driver welcomes nobody: all are its own"
+        worker.client.start()
+        worker.client.send(ev.WorkerFormed(WORKER, 1))
+        await until(lambda: received_by_first == [ev.WorkerFormed(WORKER, 1)])
+        assert worker.received == [], "a first driver greets no peer: it has started them all"
         await server.stop()
-        worker.link.send(ev.LeaveAcknowledged(W, 1, 5))
-        await until(lambda: worker.link.disconnected)
-        server = await hub_at(keys, second, 2, port)
+        worker.client.send(ev.LeaveAcknowledged(WORKER, 1, 5))
+        await until(lambda: worker.client.disconnected)
+        server = await start_server(keys, received_by_second, 2, port)
         try:
-            await until(lambda: second)
-            assert not worker.link.disconnected
-            assert worker.heard[0] == messages.NewDriver(2)
-            assert second[0] == worker_messages.WorkerReport(W, os.getpid(), commit=7)
-            worker.link.send(ev.WorkerSucceeded(W, 1))
-            await until(lambda: ev.WorkerSucceeded(W, 1) in second)
-            assert {type(message) for message in second} == {worker_messages.WorkerReport, ev.WorkerSucceeded}
+            await until(lambda: received_by_second)
+            assert not worker.client.disconnected
+            assert worker.received[0] == messages.NewDriver(2)
+            assert received_by_second[0] == worker_messages.WorkerReport(WORKER, os.getpid(), commit=7)
+            worker.client.send(ev.WorkerSucceeded(WORKER, 1))
+            await until(lambda: ev.WorkerSucceeded(WORKER, 1) in received_by_second)
+            assert {type(message) for message in received_by_second} == {
+                worker_messages.WorkerReport,
+                ev.WorkerSucceeded,
+            }
         finally:
-            await asyncio.to_thread(worker.link.close)
+            await asyncio.to_thread(worker.client.close)
             await server.stop()
 
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("careless", [False, True], ids=["meanwhile", "first"])
-def test_who_somebody_is_comes_before_what_it_says(careless):
-    """What its other thread says while it looks up who it is comes after that; one that says it first is asked again."""
+@pytest.mark.parametrize("sends_before_report", [False, True], ids=["meanwhile", "first"])
+def test_a_report_comes_before_other_messages(sends_before_report):
+    """Messages of other threads come after the report. A worker that sends one before its report is greeted again."""
 
-    class Talker(Worker):
-        def answer(self):
-            if careless and len(self.heard) == 1:
-                self.link.send(ev.LeaveAcknowledged(W, 1, 5))
-                self.link.send(self.who())
+    class TalkingWorker(Worker):
+        def send_report(self):
+            if sends_before_report and len(self.received) == 1:
+                self.client.send(ev.LeaveAcknowledged(WORKER, 1, 5))
+                self.client.send(self.report())
             else:
-                self.link.reset_session(self.who)
+                self.client.reset_session(self.report)
 
-        def who(self):
-            if not careless:
-                self.link.send(ev.LeaveAcknowledged(W, 1, 5))
-            return worker_messages.WorkerReport(W, os.getpid(), commit=7)
+        def report(self):
+            if not sends_before_report:
+                self.client.send(ev.LeaveAcknowledged(WORKER, 1, 5))
+            return worker_messages.WorkerReport(WORKER, os.getpid(), commit=7)
 
     async def story():
-        keys, heard = Keys.make(), []
-        server = await hub_at(keys, heard, 2)
-        worker = Talker(server.address, keys)
-        worker.link.start()
+        keys, received = Keys.make(), []
+        server = await start_server(keys, received, 2)
+        worker = TalkingWorker(server.address, keys)
+        worker.client.start()
         try:
-            await until(lambda: heard)
-            worker.link.send(ev.WorkerSucceeded(W, 1))
-            await until(lambda: ev.WorkerSucceeded(W, 1) in heard)
+            await until(lambda: received)
+            worker.client.send(ev.WorkerSucceeded(WORKER, 1))
+            await until(lambda: ev.WorkerSucceeded(WORKER, 1) in received)
         finally:
-            await asyncio.to_thread(worker.link.close)
+            await asyncio.to_thread(worker.client.close)
             await server.stop()
-        between = [] if careless else [ev.LeaveAcknowledged(W, 1, 5)]
-        assert heard == [worker_messages.WorkerReport(W, os.getpid(), commit=7), *between, ev.WorkerSucceeded(W, 1)]
+        between = [] if sends_before_report else [ev.LeaveAcknowledged(WORKER, 1, 5)]
+        assert received == [
+            worker_messages.WorkerReport(WORKER, os.getpid(), commit=7),
+            *between,
+            ev.WorkerSucceeded(WORKER, 1),
+        ]
 
     asyncio.run(story())
 
 
-def test_a_port_that_is_taken_is_said():
-    """By an OSError, at once; nothing of the hub is left."""
+def test_a_port_in_use_is_an_error():
+    """An OSError at once; the server leaves no thread."""
 
     async def story():
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             other.listen()
             with pytest.raises(OSError, match="in use"):
-                await hub_at(Keys.make(), [], 2, other.getsockname()[1])
+                await start_server(Keys.make(), [], 2, other.getsockname()[1])
 
     before = set(threading.enumerate())
     asyncio.run(story())
     assert set(threading.enumerate()) <= before
 
 
-def test_a_port_is_none_that_the_system_gives_away():
-    """Else it might be taken when a driver comes back; or a worker that tries to come back might meet itself there."""
+def test_the_port_is_not_an_ephemeral_one():
+    """An ephemeral port might be in use when a driver returns, or a returning worker might connect to itself there."""
 
     async def story():
-        server = await hub_at(Keys.make(), [], 1)
+        server = await start_server(Keys.make(), [], 1)
         await server.stop()
         return split_endpoint(server.address)[1]
 
@@ -139,21 +146,21 @@ def test_a_port_is_none_that_the_system_gives_away():
         low = int(file.read().split()[0])
     before = random.getstate()
     assert all(asyncio.run(story()) < low for _ in range(20))
-    assert random.getstate() == before, "the user's dice are not thrown for that"
+    assert random.getstate() == before, "the random numbers of the user are the same"
 
 
-def test_a_port_that_somebody_holds_is_none_to_take(monkeypatch):
-    """As another cluster does for its controller: ZeroMQ would listen there, and that controller could not any more."""
+def test_a_reserved_port_is_not_used(monkeypatch):
+    """Another cluster reserves ports for its controller: if ZeroMQ listened there, that controller could not restart."""
 
     async def story():
         with socket.socket() as holder, socket.socket() as other:
             holder.bind(("127.0.0.1", 0))
             other.bind(("127.0.0.1", 0))
-            held, free = holder.getsockname()[1], other.getsockname()[1]
+            reserved, free = holder.getsockname()[1], other.getsockname()[1]
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.close()
-            monkeypatch.setattr(ports, "random_ports", lambda *_: [held, free])
-            server = await hub_at(Keys.make(), [], 1)
+            monkeypatch.setattr(ports, "random_ports", lambda *_: [reserved, free])
+            server = await start_server(Keys.make(), [], 1)
             await server.stop()
             assert split_endpoint(server.address)[1] == free
 

@@ -1,4 +1,4 @@
-"""The gate: bytes pass both ways, so many of one address and no more, and it ends with whoever opened it."""
+"""The TCP proxy forwards bytes both ways, limits connections per address, and ends with its owner."""
 
 import contextlib
 import json
@@ -23,18 +23,18 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def driver_lease(tmp_path):
-    """All ends with this process."""
+    """The proxies end with this process."""
     return until_the_end(tmp_path)
 
 
 @contextlib.contextmanager
-def echo():
-    """A loopback port where what is sent comes back."""
+def echo_server():
+    """A loopback port that sends back all that it receives."""
 
-    def answer(one):
-        with one, contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                one.sendall(data)
+    def answer(connection):
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
 
     def listen():
         with contextlib.suppress(OSError):
@@ -50,107 +50,118 @@ def echo():
 
 
 @contextlib.contextmanager
-def opened(port, driver_lease, address="127.0.0.1"):
-    """A gate before this port: the gate, and the address of its door."""
-    one = TcpProxy(address, driver_lease)
+def open_proxy(port, driver_lease, address="127.0.0.1"):
+    """A TCP proxy for this port, and the address at which it listens."""
+    proxy = TcpProxy(address, driver_lease)
     try:
-        yield one, (address, one.open([port])[port])
+        yield proxy, (address, proxy.open([port])[port])
     finally:
-        one.close()
+        proxy.close()
 
 
-def call(door, source=None):
-    return socket.create_connection(door, timeout=20, source_address=(source, 0) if source else None)
+def connect(proxy_address, source=None):
+    return socket.create_connection(proxy_address, timeout=20, source_address=(source, 0) if source else None)
 
 
-def comes_back(one, data=b"there"):
-    one.sendall(data)
-    return one.recv(len(data)) == data
+def is_echoed(connection, data=b"there"):
+    connection.sendall(data)
+    return connection.recv(len(data)) == data
 
 
-def refused(one):
-    """Whether the other side has ended it."""
+def is_closed(connection):
+    """Whether the other side has closed the connection."""
     try:
-        return one.recv(1) == b""
+        return connection.recv(1) == b""
     except ConnectionResetError:
         return True
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_bytes_pass_both_ways(address, driver_lease):
-    """Much more than any buffer holds, unchanged and in order; and the end of one side is the end of the other."""
+    """Far more bytes than any buffer holds arrive unchanged and in order. The end of one side ends the other."""
     data = os.urandom(1 << 23)
-    with echo() as port, opened(port, driver_lease, address) as (_, door), call(door) as one:
-        sender = threading.Thread(target=one.sendall, args=(data,))
+    with (
+        echo_server() as port,
+        open_proxy(port, driver_lease, address) as (_, proxy_address),
+        connect(proxy_address) as connection,
+    ):
+        sender = threading.Thread(target=connection.sendall, args=(data,))
         sender.start()
         back = bytearray()
         while len(back) < len(data):
-            back += one.recv(1 << 16)
+            back += connection.recv(1 << 16)
         sender.join()
         assert back == data
-        one.shutdown(socket.SHUT_WR)
-        assert refused(one)
+        connection.shutdown(socket.SHUT_WR)
+        assert is_closed(connection)
 
 
-def test_so_many_of_one_address_and_no_more(driver_lease):
-    """Past that the address is refused, another one is not; and who has gone makes room."""
-    with echo() as port, opened(port, driver_lease) as (_, door), contextlib.ExitStack() as stack:
-        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(MOST_PER_PEER)]
-        assert all(comes_back(one) for one in ours)
+def test_connections_of_one_address_are_limited(driver_lease):
+    """Beyond the limit the address is refused, and another one is not. Closed connections make room."""
+    with (
+        echo_server() as port,
+        open_proxy(port, driver_lease) as (_, proxy_address),
+        contextlib.ExitStack() as stack,
+    ):
+        connections = [stack.enter_context(connect(proxy_address, "127.0.0.8")) for _ in range(MOST_PER_PEER)]
+        assert all(is_echoed(connection) for connection in connections)
         for _ in range(20):
-            assert refused(stack.enter_context(call(door, "127.0.0.8")))
-        assert comes_back(stack.enter_context(call(door, "127.0.0.9")))
-        assert all(comes_back(one) for one in ours)
-        for one in ours[:5]:
-            one.close()
+            assert is_closed(stack.enter_context(connect(proxy_address, "127.0.0.8")))
+        assert is_echoed(stack.enter_context(connect(proxy_address, "127.0.0.9")))
+        assert all(is_echoed(connection) for connection in connections)
+        for connection in connections[:5]:
+            connection.close()
 
         def room():
-            with call(door, "127.0.0.8") as one, contextlib.suppress(OSError):
-                return comes_back(one)
+            with connect(proxy_address, "127.0.0.8") as connection, contextlib.suppress(OSError):
+                return is_echoed(connection)
 
-        until(room, what="room for another one")
+        until(room, what="room for another connection")
 
 
 def test_many_workers_of_one_address(capfd, driver_lease):
-    """All workers that are asked for may come from one address; the first refusal of an address is said, and no other."""
-    with echo() as port, contextlib.ExitStack() as stack:
-        gate = TcpProxy("127.0.0.1", driver_lease, workers=lambda: MOST_PER_PEER)
-        stack.callback(gate.close)
-        door = ("127.0.0.1", gate.open([port])[port])
-        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(2 * MOST_PER_PEER)]
-        assert all(comes_back(one) for one in ours)
+    """All workers that the cluster wants may connect from one address.
+
+    Only the first refusal of an address is printed.
+    """
+    with echo_server() as port, contextlib.ExitStack() as stack:
+        proxy = TcpProxy("127.0.0.1", driver_lease, workers=lambda: MOST_PER_PEER)
+        stack.callback(proxy.close)
+        proxy_address = ("127.0.0.1", proxy.open([port])[port])
+        connections = [stack.enter_context(connect(proxy_address, "127.0.0.8")) for _ in range(2 * MOST_PER_PEER)]
+        assert all(is_echoed(connection) for connection in connections)
         for _ in range(3):
-            assert refused(stack.enter_context(call(door, "127.0.0.8")))
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert "127.0.0.8 was refused: 256 connections of it" in said
+            assert is_closed(stack.enter_context(connect(proxy_address, "127.0.0.8")))
+    printed = capfd.readouterr().err
+    assert printed.count("\n") == 1
+    assert "127.0.0.8 was refused: 256 connections of it" in printed
 
 
-def test_nobody_behind_it(driver_lease):
-    """Where nothing listens any more, a caller is refused, and the gate goes on."""
-    with echo() as port:
-        with opened(port, driver_lease) as (one, door):
-            with call(door) as caller:
-                assert comes_back(caller)
-            other = one.open([1])[1]
-            with call((door[0], other)) as caller:
-                assert refused(caller)
-            with call(door) as caller:
-                assert comes_back(caller)
+def test_a_port_without_a_listener(driver_lease):
+    """A connection to a port without a listener is closed, and the proxy goes on."""
+    with echo_server() as port:
+        with open_proxy(port, driver_lease) as (proxy, proxy_address):
+            with connect(proxy_address) as connection:
+                assert is_echoed(connection)
+            unused_port = proxy.open([1])[1]
+            with connect((proxy_address[0], unused_port)) as connection:
+                assert is_closed(connection)
+            with connect(proxy_address) as connection:
+                assert is_echoed(connection)
 
 
 def test_closing_leaves_nothing(driver_lease):
-    """No process, no open door, no descriptor; closing twice is fine."""
+    """No process, open port or descriptor; closing twice is fine."""
     before = len(os.listdir("/proc/self/fd"))
-    with echo() as port:
-        with opened(port, driver_lease) as (one, door):
-            with call(door) as caller:
-                assert comes_back(caller)
+    with echo_server() as port:
+        with open_proxy(port, driver_lease) as (proxy, proxy_address):
+            with connect(proxy_address) as connection:
+                assert is_echoed(connection)
             (process,) = [child for child in psutil.Process().children() if "tcp_proxy" in " ".join(child.cmdline())]
-            one.close()
+            proxy.close()
         assert not alive(process.pid)
         with pytest.raises(ConnectionRefusedError):
-            call(door)
+            connect(proxy_address)
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
@@ -159,93 +170,96 @@ import sys, time
 from pathlib import Path
 from nbelastic.provision.tcp_proxy import TcpProxy
 from tests.support.driver_lease import until_the_end
-gate = TcpProxy("127.0.0.1", until_the_end(Path(sys.argv[2])))
-print(gate.open([int(sys.argv[1])]).popitem()[1], list(gate._children.values())[0].pid, flush=True)
+proxy = TcpProxy("127.0.0.1", until_the_end(Path(sys.argv[2])))
+print(proxy.open([int(sys.argv[1])]).popitem()[1], list(proxy._children.values())[0].pid, flush=True)
 time.sleep(1000)
 """
 
 
 def test_it_ends_with_the_kernel_that_owns_it(tmp_path):
-    """Also where that was killed, and the driver with it."""
-    with echo() as port:
+    """Also when the kernel is killed, and the driver with it."""
+    with echo_server() as port:
         with subprocess.Popen(
             [sys.executable, "-c", OPENER, str(port), str(tmp_path)], stdout=subprocess.PIPE
         ) as opener:
-            door, pid = map(int, opener.stdout.readline().split())
-            with call(("127.0.0.1", door)) as one:
-                assert comes_back(one)
+            proxy_port, pid = map(int, opener.stdout.readline().split())
+            with connect(("127.0.0.1", proxy_port)) as connection:
+                assert is_echoed(connection)
                 opener.send_signal(signal.SIGKILL)
-                until(lambda: not alive(pid), what="the gate to end")
-                assert refused(one)
+                until(lambda: not alive(pid), what="the proxy to end")
+                assert is_closed(connection)
 
 
-def mended(doors, door):
-    """As the driver does it now and then: a process that was killed may not quite have ended, its port be taken."""
-    doors.restart_dead()
-    with contextlib.suppress(ConnectionError), call(door) as one:
-        return comes_back(one)
+def restart_and_connect(proxies, proxy_address):
+    """Restart as the driver does regularly: a killed process may not have ended yet, and its port may be in use."""
+    proxies.restart_dead()
+    with contextlib.suppress(ConnectionError), connect(proxy_address) as connection:
+        return is_echoed(connection)
 
 
-def test_one_that_is_killed_is_opened_again(driver_lease):
-    """At the same ports, by whoever has it then: callers come back; what it leads to has not noticed."""
-    with echo() as port:
-        doors, other = ProxySet(driver_lease), ProxySet(driver_lease)
+def test_a_killed_proxy_is_restarted(driver_lease):
+    """At the same ports, by this driver or a later one: peers can connect again."""
+    with echo_server() as port:
+        proxies, second = ProxySet(driver_lease), ProxySet(driver_lease)
         try:
-            link = doors.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}")
-            door = ("127.0.0.1", int(link.rpartition(":")[2]))
-            for who in (doors, other):
-                if who is other:
-                    other.adopt(doors.endpoints, doors.saved)
-                    assert other.saved == doors.saved
-                with call(door) as one:
-                    assert comes_back(one)
-                    (gate,) = who.saved
-                    os.kill(pid_of(gate.process), signal.SIGKILL)
-                    assert refused(one)
-                until(lambda: mended(who, door))
-            assert other.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}") == link
+            endpoint = proxies.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}")
+            proxy_address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+            for proxy_set in (proxies, second):
+                if proxy_set is second:
+                    second.adopt(proxies.endpoints, proxies.saved)
+                    assert second.saved == proxies.saved
+                with connect(proxy_address) as connection:
+                    assert is_echoed(connection)
+                    (proxy,) = proxy_set.saved
+                    os.kill(pid_of(proxy.process), signal.SIGKILL)
+                    assert is_closed(connection)
+                until(lambda: restart_and_connect(proxy_set, proxy_address))
+            assert second.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}") == endpoint
         finally:
-            other.close()
-            doors.close()
+            second.close()
+            proxies.close()
 
 
-def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch, driver_lease):
-    """The first time at once; then after pauses that double up to 30 s, until one has lived for long."""
-    started = []
-    monkeypatch.setattr(TcpProxy, "_restart", lambda gate, process: started.append(process) or True)
-    gate = TcpProxy("127.0.0.1", driver_lease)
-    gate.adopt("1@1", {})  # there is no such process
-    replaced = [tick / 2 for tick in range(601) if gate.restart_dead(tick / 2)]
+def test_a_proxy_that_ends_at_once_is_restarted_after_pauses(monkeypatch, driver_lease):
+    """The first restart comes at once, later ones after pauses that double up to 30 s."""
+    restarted = []
+    monkeypatch.setattr(TcpProxy, "_restart", lambda proxy, process: restarted.append(process) or True)
+    proxy = TcpProxy("127.0.0.1", driver_lease)
+    proxy.adopt("1@1", {})  # there is no such process
+    replaced = [tick / 2 for tick in range(601) if proxy.restart_dead(tick / 2)]
     assert replaced[0] == 0.0
-    assert len(replaced) == len(started) < 20
+    assert len(replaced) == len(restarted) < 20
     assert max(later - earlier for earlier, later in pairwise(replaced)) <= 30.5
-    assert gate.restart_dead(1000.0) == 1
-    assert gate.restart_dead(1000.5) == 1
+    assert proxy.restart_dead(1000.0) == 1
+    assert proxy.restart_dead(1000.5) == 1
 
 
-def test_an_address_of_somebody_else(driver_lease):
-    """No gate there, and no process that waits for one."""
+def test_an_address_of_another_machine(driver_lease):
+    """There is no proxy for it, and no process."""
     before = psutil.Process().children()
     with pytest.raises(OSError, match="assign"):
         TcpProxy("198.51.100.7", driver_lease).open([1])
     assert psutil.Process().children() == before
 
 
-def test_doors_for_engines(driver_lease):
-    """ipyparallel's connection information names doors instead of ports; each address has doors of its own, opened once."""
-    doors = ProxySet(driver_lease)
-    with echo() as port:
+def test_proxied_ports_for_engines(driver_lease):
+    """ipyparallel's connection information has the proxy's ports; each address has its own ports, opened once."""
+    proxies = ProxySet(driver_lease)
+    with echo_server() as port:
         info = json.dumps({"registration": port, "task": [port, port], "key": "k", "interface": "tcp://127.0.0.1"})
         try:
-            assert doors.proxied_connection("", info) == info
-            first = json.loads(doors.proxied_connection("127.0.0.1", info))
-            assert doors.proxied_connection("127.0.0.1", info) == json.dumps(first)
+            assert proxies.proxied_connection("", info) == info
+            first = json.loads(proxies.proxied_connection("127.0.0.1", info))
+            assert proxies.proxied_connection("127.0.0.1", info) == json.dumps(first)
             assert first["interface"] == "tcp://127.0.0.1"
             assert first["key"] == "k"
-            with call(("127.0.0.1", first["registration"])) as one, call(("127.0.0.1", first["task"][1])) as other:
-                assert comes_back(one)
-                assert comes_back(other)
-            assert doors.proxied_endpoint("::1", f"tcp://127.0.0.1:{port}").startswith("tcp://[::1]:")
+            with (
+                connect(("127.0.0.1", first["registration"])) as connection,
+                connect(("127.0.0.1", first["task"][1])) as second,
+            ):
+                assert is_echoed(connection)
+                assert is_echoed(second)
+            assert proxies.proxied_endpoint("::1", f"tcp://127.0.0.1:{port}").startswith("tcp://[::1]:")
         finally:
-            doors.close()
+            proxies.close()
     assert not [child for child in psutil.Process().children() if "tcp_proxy" in " ".join(child.cmdline())]
