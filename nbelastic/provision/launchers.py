@@ -54,6 +54,18 @@ def _self_held_pipe() -> IO[bytes]:
         os.close(writer)
 
 
+def _call_at_exit(pidfd: int, call: Callable[[], object]) -> None:
+    """Call `call` in the running loop when the process ends. Closes `pidfd` then."""
+    loop = asyncio.get_running_loop()
+
+    def on_exit() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        call()
+
+    loop.add_reader(pidfd, on_exit)
+
+
 class ProcessAgent:
     """An agent that runs as a process of this machine, or on another machine behind an ssh client."""
 
@@ -78,12 +90,9 @@ class ProcessAgent:
             stdin.write(line)  # before the start: if the driver is killed now, the agent does not wait for its config
             self._child = Popen(self._command, stdin=stdin, stdout=out, stderr=STDOUT, start_new_session=True)
         self.process = identity(self._child.pid)
-        self._pidfd = os.pidfd_open(self._child.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        _call_at_exit(os.pidfd_open(self._child.pid), self._on_exit)
 
     def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
         code = self._child.wait()
         self._on_stop(self._explain(code, last_output(self._log, self._log_start)))
 
@@ -99,27 +108,18 @@ class AdoptedAgent:
 
     def __init__(self, process: str, on_stop: Callable[[str], None]) -> None:
         self.process, self._on_stop = process, on_stop
-        self._pid = pid_of(process)
 
     def start(self, config: Mapping[str, Any]) -> None:  # noqa: ARG002  (the other driver has sent it)
         if not self.process:  # a batch job without a number yet: only the agent's connection shows that it runs
             return
-        loop = asyncio.get_running_loop()
         try:
-            self._pidfd = pidfd_of(self.process)
+            _call_at_exit(pidfd_of(self.process), partial(self._on_stop, "its process has ended"))
         except OSError:
-            loop.call_soon(self._on_stop, "its process had ended")
-            return
-        loop.add_reader(self._pidfd, self._on_exit)
-
-    def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._on_stop("its process has ended")
+            asyncio.get_running_loop().call_soon(self._on_stop, "its process had ended")
 
     def kill(self) -> None:
         if is_alive(self.process):
-            kill_group(self._pid)
+            kill_group(pid_of(self.process))
 
 
 class BatchJobAgent:

@@ -1,4 +1,4 @@
-"""Slurm for the tests, where it is installed."""
+"""Fixtures: a real Slurm, if it is installed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from nbelastic.provision import batch
-from tests.slurm.running import Slurm, programs, running_slurm, until
+from tests.slurm.local_slurm import Slurm, find_programs, running_slurm, until
 
 
-@pytest.fixture(scope="package")  # other tests look at what this process has started
+@pytest.fixture(scope="package")  # other tests check the children of this process
 def slurm_daemons() -> Iterator[Slurm]:
-    found = programs()
+    found = find_programs()
     missing = [name for name, path in found.items() if path is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (apt-get install munge slurmctld slurmd slurm-client)")
@@ -22,7 +22,7 @@ def slurm_daemons() -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(slurm_daemons: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    """Every test finds it idle, and leaves no job."""
+    """Slurm is idle at the start of each test; all jobs are cancelled at its end."""
     monkeypatch.setenv("SLURM_CONF", slurm_daemons.environment["SLURM_CONF"])
     yield slurm_daemons
     for job in slurm_daemons.jobs():
@@ -34,16 +34,16 @@ def slurm(slurm_daemons: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slu
 
 
 @pytest.fixture(autouse=True)
-def ask_often(monkeypatch):
-    """Tests have no time for a second look after 2 s."""
+def query_often(monkeypatch):
+    """Query a job's state without the pause of 2 s."""
     monkeypatch.setattr(batch, "POLL", 0.05)
 
 
 @pytest.fixture
-def stand_in(tmp_path):
-    """`stand_in("exit 3")` is a program in the place of Python, that runs these shell commands."""
+def fake_program(tmp_path):
+    """`fake_program("exit 3")` is the path of a program that runs these shell commands, for instance instead of Python."""
 
-    def make(commands, name="stand-in"):
+    def make(commands, name="fake-program"):
         path = tmp_path / name
         path.write_text(f"#!/bin/sh\n{commands}\n")
         path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The nodes of a Slurm allocation are the hosts."""
+"""Hosts from a Slurm allocation."""
 
 import asyncio
 import re
@@ -7,8 +7,8 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.provision import discovery
-from nbelastic.provision import slurm as ours
-from tests.slurm.running import until
+from nbelastic.provision import slurm as slurm_discovery
+from tests.slurm.local_slurm import until
 
 JOB = """JobId=7 JobName=x NodeList=evil
    JobState=RUNNING Reason=None Dependency=(null)
@@ -37,48 +37,48 @@ JOB = """JobId=7 JobName=x NodeList=evil
     ],
     ids=" ".join,
 )
-def test_slots_are_what_the_job_was_given(slurm, options, found):
-    """GPUs if it has any, else tasks, else CPUs."""
-    with slurm.inside(*options) as look:
-        assert look() == found
+def test_slots_are_the_jobs_gpus_or_tasks_or_cpus(slurm, options, found):
+    """A node has as many slots as the job has GPUs there, else tasks, else CPUs."""
+    with slurm.allocation(*options) as find_hosts:
+        assert find_hosts() == found
 
 
-def test_a_drained_node_leaves_and_comes_back(slurm):
-    """Drained by an administrator while the job runs, it is not offered until it is resumed."""
-    with slurm.inside("-N2", "--ntasks-per-node=2") as look:
-        assert look() == ["n1:2", "n2:2"]
+def test_a_drained_node_is_left_out_until_it_is_resumed(slurm):
+    """An administrator drains a node while the job runs."""
+    with slurm.allocation("-N2", "--ntasks-per-node=2") as find_hosts:
+        assert find_hosts() == ["n1:2", "n2:2"]
         slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
-        assert look() == ["n1:2"]
+        assert find_hosts() == ["n1:2"]
         slurm("scontrol", "update", "nodename=n2", "state=resume")
-        until(lambda: look() == ["n1:2", "n2:2"])
+        until(lambda: find_hosts() == ["n1:2", "n2:2"])
 
 
 def test_a_job_that_shrinks(slurm):
-    """A node that the job has given back is gone."""
-    with slurm.inside("-N2", "--ntasks-per-node=2") as look:
-        assert look() == ["n1:2", "n2:2"]
+    """A node that the job has given back is left out."""
+    with slurm.allocation("-N2", "--ntasks-per-node=2") as find_hosts:
+        assert find_hosts() == ["n1:2", "n2:2"]
         (job,) = slurm.jobs()
         slurm("scontrol", "update", f"jobid={job}", "nodelist=n2")
-        assert look() == ["n2:2"]
+        assert find_hosts() == ["n2:2"]
 
 
-def test_a_job_that_does_not_run(slurm):
-    """Suspended, say: that is no answer, so that what was known holds."""
-    with slurm.inside("-N1") as look:
-        assert look() == ["n1:1"]
+def test_a_suspended_job_is_an_error(slurm):
+    """A discovery that fails leaves the known hosts as they are."""
+    with slurm.allocation("-N1") as find_hosts:
+        assert find_hosts() == ["n1:1"]
         (job,) = slurm.jobs()
         slurm("scontrol", "suspend", job)
-        assert "SUSPENDED" in " ".join(look())
+        assert "SUSPENDED" in " ".join(find_hosts())
         slurm("scontrol", "resume", job)
-        assert look() == ["n1:1"]
+        assert find_hosts() == ["n1:1"]
 
 
-def test_the_controller_is_asked_seldom(slurm):
-    """Asked each second, it asks Slurm each 5 s (here: 1000 s)."""
-    with slurm.inside("-N2", every=1000.0) as look:
-        assert look() == ["n1:1", "n2:1"]
+def test_the_controller_is_queried_seldom(slurm):
+    """The discovery is polled each second, and queries Slurm's controller each 5 s (here: 1000 s)."""
+    with slurm.allocation("-N2", every=1000.0) as find_hosts:
+        assert find_hosts() == ["n1:1", "n2:1"]
         slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
-        assert look() == ["n1:1", "n2:1"]
+        assert find_hosts() == ["n1:1", "n2:1"]
         slurm("scontrol", "update", "nodename=n2", "state=resume")
 
 
@@ -90,20 +90,20 @@ def test_outside_an_allocation(monkeypatch):
 
 
 def test_the_name_slurm_is_known(slurm, monkeypatch):
-    """`--discover slurm` finds it. A job that Slurm does not know is an error with Slurm's own words."""
+    """`--discover slurm` finds the discovery. A job that Slurm does not know is an error with Slurm's message."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     found = discovery.find_discovery("slurm", 3)
-    assert isinstance(found, ours.SlurmDiscovery)
+    assert isinstance(found, slurm_discovery.SlurmDiscovery)
     with pytest.raises(nbe.DiscoveryError, match="Invalid job id"):
         asyncio.run(found.hosts())
 
 
 def test_without_slurm(monkeypatch):
-    """Where there is no scontrol, the error names it."""
+    """The error names scontrol."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(nbe.DiscoveryError, match="scontrol cannot be run"):
-        asyncio.run(ours.SlurmDiscovery().hosts())
+        asyncio.run(slurm_discovery.SlurmDiscovery().hosts())
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_without_slurm(monkeypatch):
     ],
     ids=str,
 )
-def test_slots_from_what_scontrol_prints(asked, slots):
-    """Without a Slurm: typed GPUs, MIG slices, tasks that do not divide evenly, several CPUs a task."""
+def test_slots_from_the_output_of_scontrol(asked, slots):
+    """Without Slurm: typed GPUs, MIG slices, tasks that do not divide evenly, several CPUs per task."""
     text = JOB.format(
         **{
             "nodes": "a[1-2]",
@@ -137,19 +137,19 @@ def test_slots_from_what_scontrol_prints(asked, slots):
             **asked,
         }
     )
-    (job,) = ours.jobs(text)
+    (job,) = slurm_discovery.jobs(text)
     assert (job.state, job.nodes) == ("RUNNING", "a[1-2]")
-    assert ours.slots_on(job, job.shares["a[1-2]"]) == slots
+    assert slurm_discovery.slots_on(job, job.shares["a[1-2]"]) == slots
 
 
 @pytest.mark.parametrize(
-    ("state", "gone"),
+    ("state", "unusable"),
     [
         *((state, False) for state in ("IDLE", "ALLOCATED", "MIXED", "MIXED+PLANNED", "ALLOCATED+RESERVED")),
         *((state, True) for state in ("MIXED+DRAIN", "DOWN", "DOWN*", "IDLE*", "IDLE+DRAIN+NOT_RESPONDING", "FAILING")),
     ],
 )
-def test_states_of_nodes(state, gone):
+def test_states_of_nodes(state, unusable):
     text = f"NodeName=a1 Arch=x86_64 OS=Linux State of the art  State={state} ThreadsPerCore=1 Reason=State=IDLE"
-    found = ours.states(re.sub(r"State of the art ", "", text))
-    assert ours.is_unusable(found["a1"]) is gone
+    found = slurm_discovery.states(re.sub(r"State of the art ", "", text))
+    assert slurm_discovery.is_unusable(found["a1"]) is unusable

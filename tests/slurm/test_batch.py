@@ -1,4 +1,4 @@
-"""Agents as batch jobs in a real Slurm."""
+"""Agents as batch jobs of a real Slurm."""
 
 import asyncio
 import os
@@ -13,25 +13,25 @@ import pytest
 from nbelastic.protocol import agent_messages
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
-from tests.slurm.held import PATIENCE, Held, ended, is_, job, until
+from tests.slurm.batch_agents import TIMEOUT, ObservedAgent, exit_code_of, has_state, job_of, until
 
 
 @asynccontextmanager
 async def driver():
-    """A hub, and what agents say to it."""
-    keys, heard = Keys.make(), []
-    server = Server(keys, lambda peer, message: heard.append((peer, message)))
+    """A server, its keys, and the messages that it received."""
+    keys, received = Keys.make(), []
+    server = Server(keys, lambda peer, message: received.append((peer, message)))
     await server.start()
     try:
-        yield server, keys, heard
+        yield server, keys, received
     finally:
         await server.stop()
 
 
-def config_of(held, server, keys):
-    """What the driver tells an agent on another machine."""
+def config_of(observed, server, keys):
+    """The configuration that the driver sends to an agent on another machine."""
     return {
-        "host": held.host,
+        "host": observed.host,
         "number": 1,
         "driver": server.address,
         "keys": msgspec.to_builtins(keys.for_clients()),
@@ -42,7 +42,7 @@ def config_of(held, server, keys):
         "nics": [],
         "path": [],
         "run_folder": "",
-        "log_dir": str(held.run_folder / "logs"),
+        "log_dir": str(observed.run_folder / "logs"),
         "preload": [],
         "threads": "",
         "environment": {},
@@ -51,176 +51,180 @@ def config_of(held, server, keys):
     }
 
 
-async def hello(held, server, keys, heard):
-    """Start the real agent and wait until it speaks; its name on the link."""
-    held.config = config_of(held, server, keys)
-    held.start()
+async def start_real_agent(observed, server, keys, received):
+    """Start the real agent and wait for its AgentHello; return its name as a peer, and its pid."""
+    observed.config = config_of(observed, server, keys)
+    observed.start()
 
-    async def spoken():
-        await held.agent.state()
-        assert not held.stops, held.agent.output()
-        return [(peer, m.pid) for peer, m in heard if isinstance(m, agent_messages.AgentHello)]
+    async def find_hello():
+        await observed.agent.state()
+        assert not observed.stops, observed.agent.output()
+        return [(peer, m.pid) for peer, m in received if isinstance(m, agent_messages.AgentHello)]
 
-    ((peer, pid),) = await until(spoken, what="AgentHello")
+    ((peer, pid),) = await until(find_hello, what="AgentHello")
     assert peer.startswith("agent/node1")
     return peer, pid
 
 
-def test_an_agent_speaks_from_its_job_and_retires(slurm, tmp_path):
-    """One job named after the host; no key in a command line or the batch script; nothing is left at the end."""
+def test_an_agent_runs_in_a_job_until_it_is_stopped(slurm, tmp_path):
+    """The job is named after the host. No command line or batch script has a key. At the end no file is left."""
 
     async def story():
-        async with driver() as (server, keys, heard):
-            held = Held(tmp_path)
-            peer, pid = await hello(held, server, keys, heard)
+        async with driver() as (server, keys, received):
+            observed = ObservedAgent(tmp_path)
+            peer, pid = await start_real_agent(observed, server, keys, received)
             assert slurm("squeue", "-h", "-o", "%j %D %C %T").split() == ["nbelastic-node1", "1", "2", "RUNNING"]
-            assert await held.agent.state() == "running"
-            assert held.left() == [held.file("sh").name]  # the agent has read its keys, and removed the file
-            assert stat.S_IMODE(held.file("sh").stat().st_mode) == 0o600
-            assert stat.S_IMODE(held.run_folder.stat().st_mode) == 0o700
+            assert await observed.agent.state() == "running"
+            # The agent has read its configuration, and removed the file.
+            assert observed.secret_files() == [observed.file("sh").name]
+            assert stat.S_IMODE(observed.file("sh").stat().st_mode) == 0o600
+            assert stat.S_IMODE(observed.run_folder.stat().st_mode) == 0o700
             (number,) = slurm.jobs()
-            seen = held.file("batch").read_text() + slurm("scontrol", "write", "batch", number, "-")
-            seen += "".join(" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+            public_text = observed.file("batch").read_text() + slurm("scontrol", "write", "batch", number, "-")
+            public_text += "".join(" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
             secrets = [keys.client_secret, keys.server_public, keys.client_public]
-            assert [secret for secret in secrets if secret in seen] == []
-            assert held.file("sh").name in seen
+            assert [secret for secret in secrets if secret in public_text] == []
+            assert observed.file("sh").name in public_text
             server.send(peer, agent_messages.StopAgent())
-            assert await ended(held) == 0
-            assert "COMPLETED" in held.agent.output()
-            assert held.left() == []
+            assert await exit_code_of(observed) == 0
+            assert "COMPLETED" in observed.agent.output()
+            assert observed.secret_files() == []
             await until(lambda: not psutil.pid_exists(pid))
 
     asyncio.run(story())
 
 
 def test_a_killed_agent(slurm, tmp_path):
-    """`kill()` returns at once; the job, the agent and its files are gone soon, and it is told once."""
+    """`kill()` returns at once; job, agent and files are removed soon after. The end is reported once."""
 
     async def story():
-        async with driver() as (server, keys, heard):
-            held = Held(tmp_path)
-            _, pid = await hello(held, server, keys, heard)
-            held.agent.kill()
-            held.agent.kill()
-            assert held.stops == []
-            await until(lambda: held.stops and not slurm.jobs() and not psutil.pid_exists(pid))
-            assert held.stops == [None]
-            assert held.left() == []
+        async with driver() as (server, keys, received):
+            observed = ObservedAgent(tmp_path)
+            _, pid = await start_real_agent(observed, server, keys, received)
+            observed.agent.kill()
+            observed.agent.kill()
+            assert observed.stops == []
+            await until(lambda: observed.stops and not slurm.jobs() and not psutil.pid_exists(pid))
+            assert observed.stops == [None]
+            assert observed.secret_files() == []
 
     asyncio.run(story())
 
 
-def test_a_job_that_fails_before_the_agent_speaks(slurm, tmp_path, stand_in):
-    """Its exit code, what Slurm calls it and its last lines are told, once."""
+def test_a_job_that_fails_before_the_agent_connects(slurm, tmp_path, fake_program):
+    """The exit code, Slurm's state and the last lines of output are reported, once."""
 
     async def story():
-        held = Held(tmp_path)
-        held.start(python=stand_in("echo no torch here >&2; exit 3"))
-        assert await ended(held) == 3
-        assert held.agent.output().splitlines() == [f"Slurm job {job(held)}: FAILED (NonZeroExitCode)", "no torch here"]
-        assert held.left() == []
-        assert await held.agent.state() == ""
-        assert held.stops == [3]
+        observed = ObservedAgent(tmp_path)
+        observed.start(python=fake_program("echo no torch here >&2; exit 3"))
+        assert await exit_code_of(observed) == 3
+        assert observed.agent.output().splitlines() == [
+            f"Slurm job {job_of(observed)}: FAILED (NonZeroExitCode)",
+            "no torch here",
+        ]
+        assert observed.secret_files() == []
+        assert await observed.agent.state() == ""
+        assert observed.stops == [3]
 
     asyncio.run(story())
 
 
 def test_without_python_on_the_node(slurm, tmp_path):
-    """What the shell says about it is told."""
+    """The shell's message is reported."""
 
     async def story():
-        held = Held(tmp_path)
-        held.start(python="/opt/nowhere/python")
-        assert await ended(held) == 127
-        assert "/opt/nowhere/python" in held.agent.output()
+        observed = ObservedAgent(tmp_path)
+        observed.start(python="/opt/nowhere/python")
+        assert await exit_code_of(observed) == 127
+        assert "/opt/nowhere/python" in observed.agent.output()
 
     asyncio.run(story())
 
 
-def test_environment_and_folder(slurm, tmp_path, stand_in):
-    """The agent has the environment that was asked for, whatever the batch system passes on, and the folder."""
+def test_environment_and_folder(slurm, tmp_path, fake_program):
+    """The agent has the given environment and folder, whatever the batch system passes on."""
     (tmp_path / "a folder").mkdir()
 
     async def story():
-        held = Held(tmp_path, options="--export=NONE")
-        python = stand_in(f'env > "{tmp_path}/env"; pwd >> "{tmp_path}/env"; echo "$2" >> "{tmp_path}/env"')
-        held.start({"TOKEN": "it's $secret\n2"}, python, str(tmp_path / "a folder"))
-        assert await ended(held) == 0
+        observed = ObservedAgent(tmp_path, options="--export=NONE")
+        python = fake_program(f'env > "{tmp_path}/env"; pwd >> "{tmp_path}/env"; echo "$2" >> "{tmp_path}/env"')
+        observed.start({"TOKEN": "it's $secret\n2"}, python, str(tmp_path / "a folder"))
+        assert await exit_code_of(observed) == 0
         lines = (tmp_path / "env").read_text().splitlines()
         assert lines[-2:] == [str(tmp_path / "a folder"), "from nbelastic.agent.start import main; main()"]
-        assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={held.run_folder}/agent-node1-")]
+        assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={observed.run_folder}/agent-node1-")]
         assert lines[lines.index("TOKEN=it's $secret") + 1] == "2"
-        assert "secret" not in held.file("batch").read_text()
+        assert "secret" not in observed.file("batch").read_text()
 
     asyncio.run(story())
 
 
-def test_a_job_that_waits_for_its_turn(slurm, tmp_path, stand_in):
-    """It says why it waits, and can be cancelled before it has begun."""
+def test_a_queued_job(slurm, tmp_path, fake_program):
+    """Its state has the reason why it waits, and it can be cancelled before it has begun."""
 
     async def story():
-        first = Held(tmp_path / "first", options="--nodes=2 --ntasks=2 --exclusive")
-        first.start(python=stand_in("sleep 1000"))
-        await until(lambda: is_(first, "running"))
-        held = Held(tmp_path)
-        held.start(python=stand_in("sleep 1000"))
-        await until(lambda: is_(held, "queued (Resources)"))
-        held.agent.kill()
-        await until(lambda: slurm.jobs() == [job(first)])
-        await until(lambda: held.stops)
-        assert held.stops == [None]
-        assert held.left() == []
+        first = ObservedAgent(tmp_path / "first", options="--nodes=2 --ntasks=2 --exclusive")
+        first.start(python=fake_program("sleep 1000"))
+        await until(lambda: has_state(first, "running"))
+        observed = ObservedAgent(tmp_path)
+        observed.start(python=fake_program("sleep 1000"))
+        await until(lambda: has_state(observed, "queued (Resources)"))
+        observed.agent.kill()
+        await until(lambda: slurm.jobs() == [job_of(first)])
+        await until(lambda: observed.stops)
+        assert observed.stops == [None]
+        assert observed.secret_files() == []
         first.agent.kill()
         await until(lambda: not slurm.jobs())
 
     asyncio.run(story())
 
 
-def test_a_job_that_an_administrator_cancels(slurm, tmp_path, stand_in):
-    """Even one that has not begun is told as a failure."""
+def test_a_job_that_an_administrator_cancels(slurm, tmp_path, fake_program):
+    """Also a job that has not begun is reported as a failure."""
 
     async def story():
-        held = Held(tmp_path, options="--begin=now+1hour")
-        held.start(python=stand_in("sleep 1000"))
-        await until(lambda: is_(held, "queued (BeginTime)"))
-        slurm("scancel", job(held))
-        assert await ended(held) == 1
-        assert held.agent.output() == f"Slurm job {job(held)}: CANCELLED (BeginTime)"
+        observed = ObservedAgent(tmp_path, options="--begin=now+1hour")
+        observed.start(python=fake_program("sleep 1000"))
+        await until(lambda: has_state(observed, "queued (BeginTime)"))
+        slurm("scancel", job_of(observed))
+        assert await exit_code_of(observed) == 1
+        assert observed.agent.output() == f"Slurm job {job_of(observed)}: CANCELLED (BeginTime)"
 
     asyncio.run(story())
 
 
 def test_a_submission_that_is_refused(slurm, tmp_path):
-    """What sbatch says is told."""
+    """The message of sbatch is reported."""
 
     async def story():
-        held = Held(tmp_path, queue="nope")
-        held.start()
-        assert await ended(held) == 1
-        assert "invalid partition specified: nope" in held.agent.output()
-        assert held.left() == []
-        held.agent.kill()
+        observed = ObservedAgent(tmp_path, queue="nope")
+        observed.start()
+        assert await exit_code_of(observed) == 1
+        assert "invalid partition specified: nope" in observed.agent.output()
+        assert observed.secret_files() == []
+        observed.agent.kill()
         await asyncio.sleep(0)
-        assert held.stops == [1]
+        assert observed.stops == [1]
 
     asyncio.run(story())
 
 
-def test_a_kill_while_the_submission_is_under_way(slurm, tmp_path, stand_in):
-    """The job is cancelled as soon as its number is known, though nobody waits for it any more."""
-    os.mkfifo(tmp_path / "gate")
-    slow = stand_in(f'cat "{tmp_path}/gate"; sbatch "$@" | tee "{tmp_path}/number"', "slow-sbatch")
+def test_a_kill_during_the_submission(slurm, tmp_path, fake_program):
+    """The job is cancelled as soon as its number is known, though the driver's loop has ended."""
+    os.mkfifo(tmp_path / "fifo")
+    slow = fake_program(f'cat "{tmp_path}/fifo"; sbatch "$@" | tee "{tmp_path}/number"', "slow-sbatch")
 
     async def story():
-        held = Held(tmp_path, submit_command=slow)
-        held.start(python=stand_in("sleep 1000"))
-        await until(lambda: held.file("batch"))
-        held.agent.kill()
-        await until(lambda: held.stops)
+        observed = ObservedAgent(tmp_path, submit_command=slow)
+        observed.start(python=fake_program("sleep 1000"))
+        await until(lambda: observed.file("batch"))
+        observed.agent.kill()
+        await until(lambda: observed.stops)
 
     asyncio.run(story())
-    (tmp_path / "gate").write_text("go")  # the loop has ended by now
-    deadline = time.monotonic() + PATIENCE
+    (tmp_path / "fifo").write_text("go")  # the driver's loop has ended by now
+    deadline = time.monotonic() + TIMEOUT
     number = ""
     while not number or slurm.jobs():
         assert time.monotonic() < deadline
@@ -242,50 +246,50 @@ def test_a_kill_while_the_submission_is_under_way(slurm, tmp_path, stand_in):
     ],
     ids=str,
 )
-def test_options(slurm, tmp_path, stand_in, options, shown):
-    """One node and `slots` CPUs if nothing else is said; what the user says goes before."""
+def test_options(slurm, tmp_path, fake_program, options, shown):
+    """By default a job has one node and `slots` CPUs; the user's options take precedence."""
 
     async def story():
-        held = Held(tmp_path, **options)
-        held.start(python=stand_in("sleep 1000"))
-        await until(lambda: is_(held, "running"))
-        said = slurm("scontrol", "-d", "show", "job", job(held))
-        assert [each for each in shown if each not in said] == []
-        held.agent.kill()
+        observed = ObservedAgent(tmp_path, **options)
+        observed.start(python=fake_program("sleep 1000"))
+        await until(lambda: has_state(observed, "running"))
+        output = slurm("scontrol", "-d", "show", "job", job_of(observed))
+        assert [each for each in shown if each not in output] == []
+        observed.agent.kill()
         await until(lambda: not slurm.jobs())
 
     asyncio.run(story())
 
 
-def test_a_template_of_the_users_own(slurm, tmp_path, stand_in):
-    """It gets what ipyparallel's templates get, and the slots and the job's name."""
+def test_a_custom_template(slurm, tmp_path, fake_program):
+    """It gets the variables of ipyparallel's templates, the slots, and the job's name."""
     template = "#!/bin/sh\n#SBATCH -c {slots} -J x-{job_name} -o {output_file}\necho mine\nexec {program_and_args}\n"
 
     async def story():
-        held = Held(tmp_path, batch_template=template)
-        held.start(python=stand_in("squeue -h -o %j; exit 4"))
-        assert await ended(held) == 4
-        assert held.agent.output().splitlines()[1:] == ["mine", "x-nbelastic-node1"]
+        observed = ObservedAgent(tmp_path, batch_template=template)
+        observed.start(python=fake_program("squeue -h -o %j; exit 4"))
+        assert await exit_code_of(observed) == 4
+        assert observed.agent.output().splitlines()[1:] == ["mine", "x-nbelastic-node1"]
 
     asyncio.run(story())
 
 
-def test_the_next_agent_of_a_host(slurm, tmp_path, stand_in):
-    """It may start while the first one is still being cancelled: neither touches the other's files or output."""
+def test_the_next_agent_of_a_host(slurm, tmp_path, fake_program):
+    """It may start while the first one is being cancelled: each has its own files and output."""
 
     async def story():
-        held, after = Held(tmp_path), Held(tmp_path)
-        held.start(python=stand_in("echo first; sleep 1000", "first"))
-        await until(lambda: is_(held, "running"))
-        await until(lambda: held.agent.output() == "first")
-        after.start(python=stand_in("echo second; sleep 1000", "second"))
-        held.agent.kill()
-        await until(lambda: is_(after, "running"))
-        await until(lambda: slurm.jobs() == [job(after)])
-        await until(lambda: after.agent.output() == "second")
-        assert len(after.left()) == 2
-        after.agent.kill()
+        observed, second = ObservedAgent(tmp_path), ObservedAgent(tmp_path)
+        observed.start(python=fake_program("echo first; sleep 1000", "first"))
+        await until(lambda: has_state(observed, "running"))
+        await until(lambda: observed.agent.output() == "first")
+        second.start(python=fake_program("echo second; sleep 1000", "second"))
+        observed.agent.kill()
+        await until(lambda: has_state(second, "running"))
+        await until(lambda: slurm.jobs() == [job_of(second)])
+        await until(lambda: second.agent.output() == "second")
+        assert len(second.secret_files()) == 2
+        second.agent.kill()
         await until(lambda: not slurm.jobs())
-        assert after.left() == []
+        assert second.secret_files() == []
 
     asyncio.run(story())

@@ -13,31 +13,31 @@ from tests.support.waiting import files_in, until
 
 @pytest.fixture
 def training(slurm, tmp_path, monkeypatch):
-    """On the hosts `one` with two slots and `two` with one, each of which is a job."""
+    """A cluster with the hosts `one` (two slots) and `two` (one slot), each of which is a job."""
     monkeypatch.setenv("HOME", str(tmp_path))
     cluster = nbe.Cluster("one:2,two:1", launcher="slurm", silence=3, cooldown=(0, 0), log_dir=tmp_path / "logs")
     try:
         yield Training(cluster.start(timeout=60), tmp_path / "steps", train)
     finally:
         cluster.stop()
-    left = lambda: [path for path in files_in(tmp_path / ".nbelastic") if path.suffix in (".json", ".sh")]
-    until(lambda: not slurm.jobs() and not left(), what="all jobs to end, and their keys to go")
+    secret_files = lambda: [path for path in files_in(tmp_path / ".nbelastic") if path.suffix in (".json", ".sh")]
+    until(lambda: not slurm.jobs() and not secret_files(), what="all jobs to end, and their keys to be removed")
 
 
 def jobs(slurm):
-    """Numbers by name."""
+    """The numbers of jobs by name."""
     return dict(line.split() for line in slurm("squeue", "-h", "-o", "%j %i").splitlines())
 
 
 def test_training_on_hosts_that_are_jobs(slurm, training):
-    """Two hosts are two jobs, named after them; at the end no job is left, and no key."""
+    """Each host is a job that is named after it. At the end no job and no key file is left."""
     training.wait_for_world(3)
     assert set(jobs(slurm)) == {"nbelastic-one", "nbelastic-two"}
     training.finish()
 
 
 def test_a_cancelled_job_is_a_lost_host(slurm, training):
-    """The training goes on with the other one."""
+    """The training goes on with the other host."""
     training.wait_for_world(3)
     slurm("scancel", jobs(slurm)["nbelastic-two"])
     training.wait_for_world(2)
@@ -45,8 +45,8 @@ def test_a_cancelled_job_is_a_lost_host(slurm, training):
 
 
 @pytest.fixture
-def kept(slurm, tmp_path, monkeypatch):
-    """A kernel with a kept cluster whose hosts are jobs, each on a node of its own; nothing of it is left."""
+def start_kept(slurm, tmp_path, monkeypatch):
+    """A kernel with a kept cluster whose hosts are jobs, each on its own node. At the end nothing of it is left."""
     monkeypatch.setenv("HOME", str(tmp_path))
     options = {"launcher": "slurm", "launcher_options": {"options": "--exclusive"}, "silence": 3.0}
     options["arguments"] = {"pause": PAUSE}
@@ -64,12 +64,15 @@ def kept(slurm, tmp_path, monkeypatch):
     assert list((tmp_path / ".nbelastic").iterdir()) == []
 
 
-def test_jobs_outlive_a_kernel(slurm, kept):
-    """The next kernel has the same jobs, and trains on without a new generation; a host that is removed gives its job back."""
-    kernel = kept("one:1,two:1")
+def test_jobs_outlive_a_kernel(slurm, start_kept):
+    """The next kernel has the same jobs and the same generation. A removed host's job ends."""
+    kernel = start_kept("one:1,two:1")
     generation = kernel.wait_for_steps(2)
     before = jobs(slurm)
-    until(lambda: all(agent.job for agent in kernel.snapshot.agents.values()), what="the jobs to be written down")
+    until(
+        lambda: all(agent.job for agent in kernel.snapshot.agents.values()),
+        what="the jobs to be in the driver snapshot",
+    )
     kernel.kill()
     training = attached(kernel)
     training.wait_for_world(2)
@@ -80,10 +83,10 @@ def test_jobs_outlive_a_kernel(slurm, kept):
     training.finish()
 
 
-def test_a_job_that_waits_outlives_a_kernel(slurm, kept):
-    """It keeps its place in the queue, joins when its turn has come, and is cancelled if it has not by the end."""
+def test_a_queued_job_outlives_a_kernel(slurm, start_kept):
+    """It keeps its place in the queue and joins when it starts. If it has not started by the end, it is cancelled."""
     slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
-    kernel = kept("one:1,two:1")
+    kernel = start_kept("one:1,two:1")
     kernel.wait_for_steps(1)
     until(
         lambda: kernel.snapshot.agents.keys() == {"one", "two"} and all(a.job for a in kernel.snapshot.agents.values())
@@ -105,4 +108,4 @@ def test_a_job_that_waits_outlives_a_kernel(slurm, kept):
     assert "nbelastic-three" in jobs(slurm)
     training.finish()
     training.cluster.stop()
-    until(lambda: not slurm.jobs(), what="the job that waits to be cancelled")
+    until(lambda: not slurm.jobs(), what="the queued job to be cancelled")

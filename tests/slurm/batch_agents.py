@@ -1,16 +1,16 @@
-"""A batch agent as the tests hold it."""
+"""Batch agents, as the tests observe them."""
 
 import itertools
 
 from nbelastic.provision.batch import BatchAgent
 from tests.support.waiting import until_async as until
 
-PATIENCE = 40.0
+TIMEOUT = 40.0
 _numbers = itertools.count(1)
 
 
-class Held:
-    """A BatchAgent and what it has told; `config` is for the real agent, if there is a hub for it to speak to."""
+class ObservedAgent:
+    """A BatchAgent and the exit codes that it reported. `config` is for a real agent, which connects to a server."""
 
     def __init__(self, folder, launcher="slurm", host="node1", **options):
         self.stops = []
@@ -23,29 +23,29 @@ class Held:
         self.agent.start(self.config, environment or {}, python, cwd)
 
     def file(self, kind):
-        """The one of that kind; None if there is none."""
+        """This agent's file of that kind; None if there is none."""
         return next(self.run_folder.glob(f"agent-node1-*.{kind}"), None)
 
-    def left(self):
-        """Files that may hold a secret."""
+    def secret_files(self):
+        """The names of the files that may hold a secret."""
         return sorted(path.name for path in self.run_folder.glob("*") if path.suffix in (".json", ".sh"))
 
 
-def job(held):
-    """Its number; empty before it is submitted."""
-    return held.agent.job
+def job_of(observed):
+    """The job's number; empty before it is submitted."""
+    return observed.agent.job
 
 
-async def ended(held):
-    """Its exit code, asked as the driver does: `state()` every now and then."""
+async def exit_code_of(observed):
+    """Wait for the end of the job; query its state as the driver does. Return the exit code."""
 
-    async def told():
-        await held.agent.state()
-        return held.stops
+    async def query():
+        await observed.agent.state()
+        return observed.stops
 
-    (code,) = await until(told, what="the job to end")
+    (code,) = await until(query, what="the job to end")
     return code
 
 
-async def is_(held, word):
-    return await held.agent.state() == word
+async def has_state(observed, state):
+    return await observed.agent.state() == state

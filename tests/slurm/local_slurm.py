@@ -17,7 +17,7 @@ from typing import Any
 from tests.support.waiting import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
-NODES = ("n1", "n2", "g1")  # the last one has two GPUs, as far as Slurm knows
+NODES = ("n1", "n2", "g1")  # Slurm takes two files for GPUs of the last one
 CONF = """
 ClusterName=nbelastic
 SlurmctldHost=localhost(127.0.0.1)
@@ -51,45 +51,45 @@ PartitionName=gpu Nodes=g1 MaxTime=INFINITE State=UP
 
 
 def free_ports() -> list[int]:
-    """One for the controller, and three in a row."""
+    """One port for the controller, and three successive ones."""
     while True:
-        with ExitStack() as held:
+        with ExitStack() as sockets:
             for first in range(20000 + os.getpid() % 20000, 60000, 4):
                 try:
                     for port in range(first, first + 4):
-                        held.enter_context(closing(socket.create_server(("127.0.0.1", port))))
+                        sockets.enter_context(closing(socket.create_server(("127.0.0.1", port))))
                 except OSError:
-                    held.close()
+                    sockets.close()
                 else:
                     return list(range(first, first + 4))
 
 
 class Slurm:
-    """What the tests do with it, as an administrator and as a user."""
+    """What tests do with Slurm, as administrators and as users."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def __call__(self, *command: str) -> str:
-        """Run one of its commands; what it prints."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
-        assert done.returncode == 0, f"{command}: {done.stderr or done.stdout}"
-        return done.stdout
+        """Run one of Slurm's commands; return its output."""
+        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
+        assert result.returncode == 0, f"{command}: {result.stderr or result.stdout}"
+        return result.stdout
 
     def states(self) -> dict[str, str]:
         return dict(line.split() for line in self("sinfo", "-hN", "-o", "%N %T").splitlines())
 
     def jobs(self) -> list[str]:
-        """Numbers of those that wait, run or end."""
+        """The numbers of the jobs that wait, run or end."""
         return self("squeue", "-h", "-o", "%i").split()
 
     def idle(self) -> bool:
         return not self.jobs() and set(self.states().values()) == {"idle"}
 
     @contextmanager
-    def inside(self, *options: str, every: float = 0.0) -> Iterator[Any]:
-        """Within an allocation of these options: `look()` is what SlurmDiscovery finds there now, as `["n1:4"]`."""
+    def allocation(self, *options: str, every: float = 0.0) -> Iterator[Any]:
+        """In an allocation with these options: `find_hosts()` returns SlurmDiscovery's hosts there, as `["n1:4"]`."""
         code = (
             "import asyncio\n"
             "from nbelastic.provision.slurm import SlurmDiscovery\n"
@@ -111,17 +111,17 @@ class Slurm:
             text=True,
         ) as process:
 
-            def look() -> list[str]:
+            def find_hosts() -> list[str]:
                 print(file=process.stdin, flush=True)
                 return process.stdout.readline().split()
 
-            yield look
+            yield find_hosts
             process.stdin.close()
 
 
 @contextmanager
 def daemon(name: str, command: list[str], environment: dict[str, str], folder: Path) -> Iterator[None]:
-    """A child in the foreground, ended by its number; the kernel ends it too if this process is killed."""
+    """A child process, killed at the end by its pid; Linux kills it too if this process is killed."""
     with open(folder / f"{name}.log", "w") as log:
         process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *command], env=environment, stdout=log, stderr=subprocess.STDOUT
@@ -129,7 +129,7 @@ def daemon(name: str, command: list[str], environment: dict[str, str], folder: P
     try:
         yield
     finally:
-        process.kill()  # asked to end, one that has run jobs takes more than 10 s, and nothing of it is needed again
+        process.kill()  # after SIGTERM a daemon that has run jobs takes more than 10 s
         process.wait()
 
 
@@ -138,14 +138,14 @@ def ready(slurm: Slurm) -> bool:
     return " is UP" in ping.stdout and slurm.idle()
 
 
-def programs() -> dict[str, str | None]:
-    """Where they are; None for those that are not installed."""
+def find_programs() -> dict[str, str | None]:
+    """The paths of Slurm's programs; None for those that are not installed."""
     return {name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") for name in PROGRAMS}
 
 
 @contextmanager
 def running_slurm(programs: Mapping[str, str]) -> Iterator[Slurm]:
-    """With all nodes idle. AssertionError with the daemons' logs if that does not come about."""
+    """All nodes are idle. AssertionError with the daemons' logs if they do not become idle."""
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as name:  # sockets need short paths
         folder = Path(name)
         slurm = Slurm(folder)
