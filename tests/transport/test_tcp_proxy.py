@@ -165,7 +165,7 @@ def test_closing_leaves_nothing(driver_lease):
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-OPENER = """
+OPENER = """\
 import sys, time
 from pathlib import Path
 from nbelastic.provision.tcp_proxy import TcpProxy
