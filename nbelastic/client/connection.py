@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -195,11 +196,17 @@ class Connection:
         self._leave_reason = why
         self._loss_handling_set.set()
         self._outbox.put(None)
+        end = time.monotonic() + LEAVE_TIMEOUT
         self._writer.join(LEAVE_TIMEOUT)  # the last requests are still sent
+        waits = threading.current_thread() is not self._reader and not self.died  # else it may start the next driver
+        with contextlib.suppress(
+            OSError
+        ):  # only one direction: a driver that fails to send would not read the requests
+            self._socket.shutdown(socket.SHUT_WR)
+        if waits:
+            self._reader.join(max(0.0, end - time.monotonic()))
         self._shut_down()
-        if (
-            threading.current_thread() is not self._reader and not self.died
-        ):  # else the reader may be starting the next driver
+        if waits:
             self._reader.join(GREETING_TIMEOUT)
 
     def _send(self, message: u.ToDriver) -> None:
