@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Try every supported pair of a Python and a torch: tests/matrix.sh [PYTHON/TORCH ...], for example 3.13/2.15.0
+# Try every supported pair of a Python and a torch: tests/matrix.sh [PYTHON/TORCH ...], for example 3.13/2.14.1
 #
 # Each pair gets a virtual environment that is deleted afterwards, with torch from pip's index (gigabytes each), and runs
-# the tests of the worker, the core and the link, and one test with real workers. A table is printed at the end. A pair
+# the tests of worker, state, programs, core and link, and one test with real workers. A table is printed at the end. A pair
 # whose Python is not on this machine is skipped with a line. Exits with 1 if a pair fails, with 2 if none could be tried.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 supported=()
 for python in 3.11 3.12 3.13; do
-    for torch in 2.11.0 2.13.0 2.15.0; do supported+=("$python/$torch"); done
+    for torch in 2.11.0 2.13.0 2.14.1; do supported+=("$python/$torch"); done
 done
 tests=(tests/worker tests/state tests/programs tests/core tests/transport "tests/process/test_lost_workers.py::test_two_die_at_once")
 
