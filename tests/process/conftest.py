@@ -1,4 +1,4 @@
-"""Clusters for the tests, of which nothing is left afterwards."""
+"""Fixtures that start clusters, and check at the end that no process of them is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
-    """Start clusters; they are stopped at the end, and nothing of them is left."""
+    """Start clusters. At the end the fixture stops them, and waits until all their processes have ended."""
     started: list[nbe.Cluster] = []
     pids: set[int] = set()
 
@@ -58,7 +58,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Clu
 
 @pytest.fixture
 def cluster(shared_cluster: nbe.Cluster) -> Iterator[nbe.Cluster]:
-    """The shared cluster. A test that uses it may end jobs, but no worker: the same processes serve all tests."""
+    """The shared cluster. A test may end its jobs, but no worker: the same processes serve all tests."""
     before = {w.id: w.pid for w in shared_cluster.workers}
     yield shared_cluster
     if shared_cluster.job is not None and not shared_cluster.job.done():

@@ -1,4 +1,4 @@
-"""A kernel with a controller that outlives it. `python kept_kernel.py <folder> <lease>`; prints the controller's process."""
+"""A kernel whose controller outlives it: `python controller_kernel.py FOLDER LEASE` prints the controller's process."""
 
 from __future__ import annotations
 

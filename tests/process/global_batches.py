@@ -1,4 +1,4 @@
-"""A program whose every step is the same in any world: global batches, weighted, in double precision."""
+"""A program whose steps have the same losses in any world: weighted global batches in double precision."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.process.programs import PAUSE, Log, any_rank_finds, generation
 SAMPLES, BATCH = 102, 10  # each epoch ends with a batch of 2: fewer than there are ranks
 
 
-def beginning() -> tuple[Any, Any, Any, Any]:
-    """Data, a network and its optimizer; the same wherever and whenever they are made."""
+def data_and_model() -> tuple[Any, Any, Any, Any]:
+    """The data, a network and its optimizer, equal in every process."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
@@ -31,13 +31,13 @@ def mean_loss(model: Any, inputs: Any, targets: Any) -> Any:
 
 
 def train(folder: str) -> int:
-    """Write down each step's loss, over the whole global batch, until `folder/finish` exists. The number of steps."""
+    """Log each step's loss over the whole global batch, until `folder/finish` exists; return the number of steps."""
     import torch
     import torch.distributed as dist
     from torch.utils.data import DataLoader
 
     log = Log(folder)
-    inputs, targets, model, optimizer = beginning()
+    inputs, targets, model, optimizer = data_and_model()
     sampler = nbe.ElasticSampler(range(SAMPLES), seed=3, global_batch=BATCH)
     state = nbe.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
 
@@ -52,12 +52,12 @@ def train(folder: str) -> int:
                 loss = mean_loss(ddp, inputs[indices], targets[indices]) * sampler.weight(len(indices))
                 optimizer.zero_grad()
                 loss.backward()
-                together = loss.detach().clone()
-                dist.all_reduce(together)
+                summed_loss = loss.detach().clone()
+                dist.all_reduce(summed_loss)
                 optimizer.step()
                 sampler.record_batch(len(indices))
                 state.step += 1
-                log(step=state.step, generation=generation(), world=nbe.size(), loss=together.item() / nbe.size())
+                log(step=state.step, generation=generation(), world=nbe.size(), loss=summed_loss.item() / nbe.size())
                 state.commit()
                 time.sleep(PAUSE)
         raise AssertionError
@@ -66,8 +66,8 @@ def train(folder: str) -> int:
 
 
 def losses_in_one_process(steps: int) -> list[float]:
-    """The losses of the same steps in one process: chunks of the order, nothing split and nothing weighted."""
-    inputs, targets, model, optimizer = beginning()
+    """The losses of the same steps in one process, which splits no batch and weights no loss."""
+    inputs, targets, model, optimizer = data_and_model()
     losses: list[float] = []
     for number in itertools.count():
         order = nbe.ElasticSampler(range(SAMPLES), seed=3)

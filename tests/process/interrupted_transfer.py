@@ -1,6 +1,6 @@
-"""A model of 240 MB that shows mixtures of two commits, and deaths in the middle of its transfer.
+"""A program with a model of 240 MB: it finds mixtures of two commits, and kills ranks in the middle of a transfer.
 
-Every step adds 1 to each element, so that every element of a whole state is the number of its step.
+Every step adds 1 to each element, so each element of a whole state equals the number of its step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TENSORS, ELEMENTS = 60, 1_000_000
 AHEAD_AT = 5  # the step at which the last rank dies, when others may be one commit ahead
 LAST = 9
 SIZE = 4
-PLAIN: dict[str, Any] = {}  # what was changed in a worker, as it was: it runs the next job too
-HALF = 32  # operations of a transfer: two for the description, then one for each tensor
+ORIGINALS: dict[str, Any] = {}  # functions that a job replaces: the worker runs the next job too
+HALF = 32  # operations in half a transfer: two for the description, then one per tensor
 
 
 def once(folder: str, name: str) -> bool:
-    """Whether this process is the first to ask."""
+    """Whether this call is the first with this name in any process."""
     try:
         os.close(os.open(Path(folder) / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -34,7 +34,7 @@ def once(folder: str, name: str) -> bool:
 
 
 def wait_for(folder: str, pattern: str, count: int) -> None:
-    """Wait until so many files are there, for 20 s at most."""
+    """Wait at most 20 s until `count` files match the pattern."""
     end = time.monotonic() + 20
     while len(list(Path(folder).glob(pattern))) < count:
         assert time.monotonic() < end, f"not {count} files like {pattern}"
@@ -42,9 +42,9 @@ def wait_for(folder: str, pattern: str, count: int) -> None:
 
 
 def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -> None:
-    """In the transfer after the first death, stop in the middle until all its ranks are there; then those of `dies` end.
+    """In the middle of the transfer after the first loss, wait for all its ranks; then kill those for which `dies` is true.
 
-    `roles`: how many ranks send and receive in it.
+    `roles`: how many ranks send and how many receive in that transfer.
     """
     from nbelastic.state import transfer
 
@@ -60,7 +60,7 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
         ):
             for work in works:
                 work.wait()
-            works = []  # a receipt can be waited for once
+            works = []  # each of them allows only one wait
             role = "sends" if self.sends else "receives"
             (Path(folder) / f"half-{role}-{os.getpid()}").touch()
             for name, count in roles.items():
@@ -73,10 +73,10 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
 
 
 def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int = 1) -> list[tuple[Any, ...]]:
-    """Ranks below `ahead` are one commit ahead when the last rank dies; then who is `dying` dies in the transfer.
+    """Kill the last rank when the ranks below `ahead` are one commit ahead; then kill `dying` in the transfer.
 
     `dying`: "sends", "receives" (one of them), "both" or "". `scarce`: there is no memory for a second copy of the state.
-    `steps`: of the optimizer, in each commit; with two, tensors are copied at each commit.
+    `steps`: optimizer steps per commit; with two, each commit copies the tensors.
     """
     import torch
     import torch.distributed as dist
@@ -90,16 +90,16 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int 
 
     def dies(role: str) -> bool:
         if role == "sends":
-            return dying in ("sends", "both") and once(folder, "one-sender")  # not the next one, who sends it again
+            return dying in ("sends", "both") and once(folder, "one-sender")  # the next sender must survive
         return dying in ("receives", "both") and once(folder, "one-receiver")
 
-    transfer.Channel.begin = PLAIN.setdefault("begin", transfer.Channel.begin)
+    transfer.Channel.begin = ORIGINALS.setdefault("begin", transfer.Channel.begin)
     if dying:
         interrupt(folder, {"sends": 1, "receives": SIZE - 1 - ahead}, dies)
-    plenty = PLAIN.setdefault("fits", transfer.fits)
-    transfer.fits = (lambda *_: False) if scarce else plenty
+    original_fits = ORIGINALS.setdefault("fits", transfer.fits)
+    transfer.fits = (lambda *_: False) if scarce else original_fits
 
-    def look(where: str) -> None:
+    def record(where: str) -> None:
         values = [(float(p.min()), float(p.max())) for p in model]
         low, high = min(low for low, _ in values), max(high for _, high in values)
         seen.append((where, os.getpid(), state.step, low == high == state.step, (low, high)))
@@ -107,10 +107,10 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int 
 
     @nbe.elastic
     def loop(state: Any) -> list[tuple[Any, ...]]:
-        look("enter")
+        record("enter")
         while state.step < LAST:
             dead = (Path(folder) / "dead").exists()
-            if nbe.size() < SIZE and not dead:  # the others are on their way
+            if nbe.size() < SIZE and not dead:  # the other ranks join later
                 dist.all_reduce(torch.ones(1))
                 state.commit()
                 continue
@@ -121,7 +121,7 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int 
                 wait_for(folder, "ahead-*", ahead)
                 (Path(folder) / "dead").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if not first or nbe.rank() >= ahead:  # for the others their part of the collective was complete
+            if not first or nbe.rank() >= ahead:  # the ranks below `ahead` act as if their part was complete
                 dist.all_reduce(torch.ones(1))
             for _ in range(steps):
                 optimizer.step()
@@ -129,7 +129,7 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int 
             state.commit()
             if first:
                 (Path(folder) / f"ahead-{nbe.rank()}").touch()
-        look("end")
+        record("end")
         return seen
 
     found: list[tuple[Any, ...]] = loop(state)

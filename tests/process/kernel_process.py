@@ -1,4 +1,4 @@
-"""A kernel that can be killed, what it leaves, and who takes that over."""
+"""A kernel that tests can kill, the processes and files that it leaves, and the next kernel that attaches to them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.process.training import Training
 from tests.support.processes import alive, descendants
 from tests.support.waiting import until, until_none
 
-MARK = "NBELASTIC_TEST_KERNEL"  # in the environment of the kernel, and so of all that it starts
+MARK = "NBELASTIC_TEST_KERNEL"  # an environment variable of the kernel and of all processes that it starts
 ROOT = Path(__file__).parents[2]
-PAUSE = 0.03  # seconds between two steps of a kernel's training: whoever takes it over needs the processors too
+PAUSE = 0.03  # seconds between two steps of a kernel's training: the next kernel needs the processors too
 _numbers = itertools.count()
 
 
 class Kernel:
-    """A process that has started a kept cluster and trains on it."""
+    """A kernel that starts a kept cluster and trains on it."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Kernel:
     ) -> None:
         self.name, self.folder = name, folder
         folder.mkdir(exist_ok=True)
-        said = {
+        settings = {
             "name": name,
             "folder": str(folder),
             "hosts": hosts,
@@ -53,11 +53,11 @@ class Kernel:
             "arguments": arguments or {},
             "options": {"log_dir": str(folder.parent / "logs"), "lease": 60.0, **options},
         }
-        self.process = self._begin(said)
+        self.process = self._start(settings)
 
-    def _begin(self, said: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def _start(self, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.process.kernel_program", json.dumps(said)],
+            [sys.executable, "-m", "tests.process.kernel_program", json.dumps(settings)],
             cwd=ROOT,
             env={**os.environ, MARK: self.name},
             stdin=subprocess.PIPE,
@@ -65,20 +65,23 @@ class Kernel:
         )
 
     def ready(self) -> Kernel:
-        """It has a cluster, and a job if it was to have one."""
+        """Wait until the kernel has a cluster, and a job if it runs one."""
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
         return self
 
     def take_over(self, world: int) -> tuple[float, float, float]:
-        """Another kernel, after this one was killed: seconds until it had imported all, had the cluster, and `world` trained."""
-        self.process = self._begin({"name": self.name, "attach": world})
+        """Start another kernel after this one was killed.
+
+        Returns the seconds until its imports were done, until it had the cluster, and until `world` workers trained.
+        """
+        self.process = self._start({"name": self.name, "attach": world})
         assert self.process.stdout is not None
         imported, attached, whole = json.loads(self.process.stdout.readline())
         return imported, attached, whole
 
     def pid_of(self, part: str) -> int:
-        """A process of it: controller, or of the last host agent, template or worker."""
+        """The process of the controller, or of the agent, template or worker on the last host."""
         saved = self.snapshot
         if part == "controller":
             return pid_of(saved.controller)
@@ -89,13 +92,13 @@ class Kernel:
         return template.pid if part == "template" else next(child.pid for child in template.children())
 
     def kill(self) -> None:
-        """The kernel alone; the driver of a kept cluster lives on."""
+        """Kill the kernel alone; the driver of a kept cluster goes on."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
 
     def kill_with_driver(self) -> None:
-        """The kernel and its driver."""
+        """Kill the kernel and its driver."""
         driver = self.driver
         self.kill()
         if driver:
@@ -104,11 +107,11 @@ class Kernel:
 
     @property
     def driver(self) -> int:
-        """The process of the cluster's driver; 0: there is none."""
+        """The process of the cluster's driver; 0 if there is none."""
         return RunFolder(self.name).driver
 
     def end(self) -> None:
-        """As a kernel that is restarted: it has some time for its own end."""
+        """Exit normally, as a kernel that is restarted does."""
         self.process.communicate(timeout=20)
 
     @property
@@ -116,7 +119,7 @@ class Kernel:
         return DriverSnapshot.read(runs_folder() / self.name)
 
     def processes(self) -> dict[int, str]:
-        """All that it has started and that live, and what those have started: pid and command line."""
+        """Pid and command line of each live process that the kernel has started, also through other processes."""
         found = {}
         wanted = f"{MARK}={self.name}".encode()
         for entry in filter(str.isdecimal, os.listdir("/proc")):
@@ -133,7 +136,7 @@ class Kernel:
         return AttachedTraining(None, None, self.folder).lines()
 
     def wait_for_steps(self, world: int) -> int:
-        """Wait until `world` processes have made steps together; the generation of that."""
+        """Wait until `world` processes have made steps together; return their generation."""
 
         def found() -> int | None:
             newest = [line for line in self.steps() if line["world"] == world]
@@ -148,33 +151,33 @@ class Kernel:
         return generation
 
     def leftovers(self) -> list[str]:
-        """What is left of the cluster: processes, folders and locks."""
+        """The processes, folders and locks of the cluster that still exist."""
         found = self.processes() | dict.fromkeys(descendants(), "started by this process")
         files = [str(path) for path in runs_folder().glob(f"{self.name}*")]
         return [*(f"{pid} {command}" for pid, command in found.items()), *files]
 
 
 class AttachedTraining(Training):
-    """The training that a kernel has begun, seen through another one's cluster."""
+    """A training that one kernel has started, seen through the cluster object of another."""
 
     def __init__(self, cluster: nbe.Cluster | None, job: nbe.Job | None, folder: Path) -> None:
         self.cluster, self.job, self.folder = cluster, job, folder  # type: ignore[assignment]
 
 
 def end(kernel: Kernel) -> None:
-    """Whoever has its cluster stops it."""
+    """Kill the kernel, and stop its cluster if that still runs."""
     kernel.kill()
     if any(info.name == kernel.name for info in nbe.Cluster.all()):
         nbe.Cluster.attach(kernel.name).stop()
 
 
 @contextmanager
-def start_kernels(name: str, folder: Path, timeout: float, **usual: Any) -> Iterator[Callable[..., Kernel]]:
-    """Start kernels with kept clusters; at the end whoever has them stops them, and nothing of them is left."""
+def start_kernels(name: str, folder: Path, timeout: float, **defaults: Any) -> Iterator[Callable[..., Kernel]]:
+    """Start kernels with kept clusters; at the end stop the clusters, and check that nothing of them is left."""
     started: list[Kernel] = []
 
     def start(**options: Any) -> Kernel:
-        options = {**usual, **options}
+        options = {**defaults, **options}
         if options.get("program", "train") == "train":
             options["arguments"] = {"pause": PAUSE, **options.get("arguments", {})}
         kernel = Kernel(f"{name}-{os.getpid()}-{next(_numbers)}", folder / f"steps{len(started)}", **options)
@@ -188,13 +191,13 @@ def start_kernels(name: str, folder: Path, timeout: float, **usual: Any) -> Iter
 
 
 class AttachedScript(ScriptTraining):
-    """The same of a script."""
+    """A script that one kernel has started, seen through the cluster object of another."""
 
     def __init__(self, cluster: nbe.Cluster, job: nbe.Job, folder: Path) -> None:
         self.cluster, self.job, self.folder = cluster, job, folder
 
 
 def attached(kernel: Kernel) -> AttachedTraining:
-    """Its cluster and its job, in this process."""
+    """Attach this process to the kernel's cluster and job."""
     cluster = nbe.Cluster.attach(kernel.name)
     return AttachedTraining(cluster, cluster.job, kernel.folder)

@@ -1,7 +1,7 @@
-"""A notebook's kernel, as far as a cluster knows it: starts one (kept, unless told otherwise), trains on it, and waits to be killed.
+"""A kernel as a program: it starts a cluster, trains on it, and waits to be killed.
 
-With `"attach": n` it takes over the one of that name, and says how many seconds the imports took, until it had the cluster,
-and until n workers trained.
+The cluster is kept unless its options differ. With `"attach": n` the kernel attaches to the cluster of that name. It then
+prints the seconds until its imports were done, until it had the cluster, and until n workers trained.
 
 `python -m tests.process.kernel_program '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}}'`
 """
@@ -18,26 +18,26 @@ from tests.process.script_training import MANY_STEPS, TRAIN
 
 
 def main() -> None:
-    said = json.loads(sys.argv[1])
-    if said.get("attach"):
+    settings = json.loads(sys.argv[1])
+    if settings.get("attach"):
         start = time.monotonic()
         attach = nbe.Cluster.attach
         times = [time.monotonic() - start]
-        cluster = attach(said["name"])
+        cluster = attach(settings["name"])
         times.append(time.monotonic() - start)
-        cluster.wait(said["attach"], timeout=60)
+        cluster.wait(settings["attach"], timeout=60)
         print(json.dumps([*times, time.monotonic() - start]), flush=True)
         sys.stdin.read()
         return
-    options = {"keep": True, "cooldown": (0, 0), **said["options"]}
-    cluster = nbe.Cluster(said["hosts"], name=said["name"], **options)
+    options = {"keep": True, "cooldown": (0, 0), **settings["options"]}
+    cluster = nbe.Cluster(settings["hosts"], name=settings["name"], **options)
     cluster.start(timeout=60)
-    if said["program"] == "script":
-        cluster.run_script(TRAIN, said["folder"], MANY_STEPS, **said["arguments"])
-    elif said["program"]:
-        cluster.run(getattr(programs, said["program"]), said["folder"], **said["arguments"])
+    if settings["program"] == "script":
+        cluster.run_script(TRAIN, settings["folder"], MANY_STEPS, **settings["arguments"])
+    elif settings["program"]:
+        cluster.run(getattr(programs, settings["program"]), settings["folder"], **settings["arguments"])
     print("ready", flush=True)
-    sys.stdin.read()  # its end is an ordinary one of the kernel
+    sys.stdin.read()  # the kernel exits normally when its input ends
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""An engine without agent and driver: it outlives every kernel, until its standard input ends.
+"""An engine without agent and driver: it outlives every kernel, and ends when its standard input ends.
 
-`python lone_engine.py <file with the connection information> <profile>`; prints its uuid.
+`python lone_engine.py CONNECTION_FILE PROFILE` prints the uuid of the engine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from nbelastic.ipp.engine import NO_TIMEOUTS, Engine
 
 
 def main(connection: str, profile: str) -> None:
-    def follow() -> None:
+    def exit_with_input() -> None:
         os.read(0, 1)
         os._exit(0)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_input, daemon=True).start()
     os.environ["IPP_CONNECTION_INFO"] = Path(connection).read_text()
     Engine.registered = staticmethod(lambda _id: None)
     app: Any = Engine.instance(log_level=40)

@@ -1,4 +1,4 @@
-"""What the workers of these tests run. Each writes what it did to a folder, one file a process, one JSON line a step."""
+"""Programs for the workers of these tests. Each process logs to a file of its own, one JSON line per step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAUSE = 0.01
 
 
 class Log:
-    """One process's lines."""
+    """The log of one process."""
 
     def __init__(self, folder: str) -> None:
         self._file = (Path(folder) / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -38,7 +38,7 @@ def generation() -> int:
 
 
 def any_rank_finds(folder: str, name: str) -> bool:
-    """Whether `folder/name` exists, as all ranks see it."""
+    """Whether any rank finds `folder/name`; all ranks get the same answer."""
     import torch
     import torch.distributed as dist
 
@@ -55,7 +55,7 @@ def checksum(model: Any) -> str:
 
 
 def network() -> Any:
-    """A small network and its optimizer, different on every process: the state must make them equal."""
+    """A small network and its optimizer, different in every process: the training state must make them equal."""
     import torch
 
     torch.manual_seed(os.getpid())
@@ -64,7 +64,7 @@ def network() -> Any:
 
 
 def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = None) -> dict[str, Any]:
-    """Train and commit every step until `folder/finish` exists. `slow[file]`: sleep so long once, when it is there."""
+    """Train and commit every step until `folder/finish` exists. The first rank that finds a file sleeps `slow[file]` s."""
     import torch
 
     log = Log(folder)
@@ -94,18 +94,19 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
 
 
 def train_and_hang(folder: str) -> dict[str, Any]:
-    """Train; once `folder/stick` exists, rank 0 of two stops itself in a collective, and rank 1 sleeps for good in it when it
-    fails, as gloo leaves one in a hundred.
+    """Train; once `folder/stick` exists, rank 0 of two stops itself in a collective, and rank 1 hangs.
+
+    Rank 1 sleeps when the collective fails, as gloo leaves about one rank in a hundred.
     """
     import torch
     import torch.distributed as dist
 
     sleep = compile("__import__('time').sleep(1000)", "/site-packages/torch/distributed/dead.py", "exec")
     begin, entered = Path(folder) / "stick", Path(folder) / "entered"
-    counts: Counter[int] = Counter()  # of collectives by generation, the same in both ranks
+    counts: Counter[int] = Counter()  # collectives per generation; equal on both ranks
 
     def stop_in(number: str) -> None:
-        """If rank 1 is in this collective, where it makes no other commit. It may have come there before `begin` was made."""
+        """Stop if rank 1 waits in this collective, where it makes no commit. Rank 1 may enter before `begin` exists."""
         end = time.monotonic() + 0.2
         while time.monotonic() < end:
             if entered.exists() and entered.read_text() == number:
@@ -113,7 +114,7 @@ def train_and_hang(folder: str) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.01)
 
-    def caught(collective: Any) -> Any:
+    def hanging(collective: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             counts[generation()] += 1
             number = f"{counts[generation()]} of generation {generation()}"
@@ -131,20 +132,25 @@ def train_and_hang(folder: str) -> dict[str, Any]:
 
         return run
 
-    dist.all_reduce, torch.Tensor.backward = caught(dist.all_reduce), caught(torch.Tensor.backward)
+    dist.all_reduce, torch.Tensor.backward = hanging(dist.all_reduce), hanging(torch.Tensor.backward)
     return train(folder)
 
 
 def train_and_hold_lock(folder: str) -> dict[str, Any]:
-    """Train; the first rank that finds `folder/hold` makes `folder/held`, and holds the interpreter lock until `release_lock`."""
+    """Train; the first rank that finds `folder/hold` makes `folder/held`, and holds the interpreter lock.
+
+    `release_lock` releases it.
+    """
 
     def wait() -> None:
         file = Path(folder) / "hold"
         while True:
             with contextlib.suppress(FileNotFoundError):
-                file.rename(file.with_name("taken"))  # one process only gets it
+                file.rename(file.with_name("taken"))  # only one process succeeds
                 os.mkfifo(file.with_name("held"))
-                ctypes.PyDLL(None).open(bytes(file.with_name("held")), os.O_RDONLY)  # until somebody writes
+                ctypes.PyDLL(None).open(
+                    bytes(file.with_name("held")), os.O_RDONLY
+                )  # blocks until `release_lock` opens it
             time.sleep(0.05)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -152,7 +158,7 @@ def train_and_hold_lock(folder: str) -> dict[str, Any]:
 
 
 def release_lock(folder: str | Path) -> None:
-    """The rank that holds the interpreter lock goes on."""
+    """Let the rank that holds the interpreter lock go on."""
     os.close(os.open(Path(folder) / "held", os.O_WRONLY))
 
 
@@ -160,13 +166,13 @@ def _sleep_once(folder: str, slow: dict[str, float]) -> None:
     for name, seconds in slow.items():
         file = Path(folder) / name
         with contextlib.suppress(FileNotFoundError):
-            file.rename(file.with_suffix(".taken"))  # one process only gets it
+            file.rename(file.with_suffix(".taken"))  # only one process succeeds
             (Path(folder) / f"{name}.begun").write_text(str(os.getpid()))
             time.sleep(seconds)
 
 
 def count(folder: str) -> int:
-    """An ObjectState without any network: all ranks add what the others hold, until `folder/finish` exists."""
+    """Commit an ObjectState without a network in every step, until `folder/finish` exists."""
     import torch
     import torch.distributed as dist
 
@@ -189,9 +195,9 @@ def count(folder: str) -> int:
 
 
 def use_samples(folder: str, samples: int, batch: int, workers: int, pause: float = 0.02) -> int:
-    """Go through a data set, pass after pass until `folder/finish` exists, with an ElasticSampler and a DataLoader.
+    """Make passes over a data set with an ElasticSampler and a DataLoader, until `folder/finish` exists.
 
-    Each step's samples are written down before the ranks meet (`meant`) and after the step (`done`).
+    Each rank logs its samples before the step (`meant`), and logs that the step is made (`done`).
     """
     import torch
     from torch.utils.data import DataLoader
@@ -212,7 +218,7 @@ def use_samples(folder: str, samples: int, batch: int, workers: int, pause: floa
             for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=workers):
                 line = {"step": state.step + 1, "generation": generation(), "pass": state.epoch}
                 log(meant=indices.tolist(), **line)
-                twice = indices.repeat(2)  # batch normalisation refuses a batch of one, and the last one may be that
+                twice = indices.repeat(2)  # batch normalisation refuses a batch of one, as the last one may be
                 loss = ddp(twice[:, None].expand(-1, 16).float() / samples).pow(2).mean()
                 optimizer.zero_grad()
                 loss.backward()
@@ -228,7 +234,7 @@ def use_samples(folder: str, samples: int, batch: int, workers: int, pause: floa
 
 
 def describe_ranks() -> dict[str, Any]:
-    """One short world: what every rank says of itself."""
+    """Form one short world; each rank returns its ranks, sizes, groups and device."""
 
     @nbe.elastic
     def loop(_: Any) -> dict[str, Any]:
@@ -254,19 +260,19 @@ def describe_ranks() -> dict[str, Any]:
 
 
 def print_rank(folder: str) -> str:
-    """No training: each rank says who it is."""
+    """Print and return the rank, without a training."""
 
     @nbe.elastic
     def loop(_: Any) -> str:
         return f"rank {nbe.rank()}"
 
-    who = loop(nbe.ObjectState())
-    print(f"I am {who}")
-    return who
+    name = loop(nbe.ObjectState())
+    print(f"I am {name}")
+    return name
 
 
 def fail_later(folder: str) -> None:
-    """Train; rank 1 raises an error of its own when `folder/go` is there."""
+    """Train; rank 1 raises an error of the program once `folder/go` exists."""
     import torch
     import torch.distributed as dist
 

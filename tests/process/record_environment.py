@@ -1,4 +1,4 @@
-"""Loaded into the workers' template: which environment variables are added when there are several threads."""
+"""A module to preload: it records the environment variables that a process adds while it has several threads."""
 
 import os
 import sys
@@ -7,11 +7,11 @@ import threading
 added: list[str] = []
 
 
-def _hear(event: str, args: tuple[object, ...]) -> None:
+def _record(event: str, args: tuple[object, ...]) -> None:
     if event == "os.putenv" and threading.active_count() > 1:
         name = os.fsdecode(args[0])  # type: ignore[arg-type]
         if name not in os.environ:
             added.append(name)
 
 
-sys.addaudithook(_hear)
+sys.addaudithook(_record)

@@ -1,4 +1,4 @@
-"""Scripts that train on a cluster, terminals' torchruns, and what is seen of both."""
+"""Scripts that train on a cluster, torchruns of terminals, and the reports of both."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MANY_STEPS = 10**9
 
 
 def reports_by_rank(folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
-    """What each rank told, by rank."""
+    """The reports of all ranks, by rank."""
     files = sorted(folder.glob(f"*-{restarts}.json"), key=lambda path: int(path.name.partition("-")[0]))
     return [json.loads(path.read_text()) for path in files]
 
 
 class ScriptTraining:
-    """`train.py` on a cluster, until told to finish."""
+    """`train.py` on a cluster; it trains until `finish` is called."""
 
     def __init__(self, cluster: nbe.Cluster, folder: Path, steps: int = MANY_STEPS, **options: Any) -> None:
         self.cluster, self.folder = cluster, folder
@@ -39,7 +39,7 @@ class ScriptTraining:
         return lines_in(self.folder)
 
     def wait_for_world(self, world: int, timeout: float = 40.0) -> list[Any]:
-        """Wait until `world` workers train together; they, by rank."""
+        """Wait until `world` workers train together; return them by rank."""
 
         def stepped() -> bool:
             status = self.cluster.status()
@@ -52,7 +52,7 @@ class ScriptTraining:
         return by_rank(self.cluster)
 
     def finish(self, timeout: float = 40.0) -> list[dict[str, Any]]:
-        """End it; no step is missing. Its lines."""
+        """End the training, check that no step is missing, and return the logged lines."""
         (self.folder / "finish").touch()
         self.job.result(timeout=timeout)
         lines = self.lines()
@@ -63,7 +63,7 @@ class ScriptTraining:
 
 @contextmanager
 def torchrun(*arguments: Any, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A terminal's torchrun; ended at the end. Its output is in `.stdout`."""
+    """Run torchrun as in a terminal, and end it after the block. Its output is in `.stdout`."""
     command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
     with WarmPopen(
         command,
@@ -85,7 +85,7 @@ def torchrun(*arguments: Any, **environment: str) -> Iterator[subprocess.Popen[s
 
 
 def join_options(cluster_file: Path | str, *more: Any, workers: int = 1) -> tuple[Any, ...]:
-    """torchrun's options with which it becomes a host of a cluster."""
+    """The options with which a torchrun joins a cluster as an external node."""
     return (
         *("--rdzv-backend=nbelastic", f"--rdzv-endpoint={cluster_file}"),
         *("--nnodes=1:4", f"--nproc-per-node={workers}", *more),

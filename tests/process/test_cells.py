@@ -1,4 +1,4 @@
-"""Cells on a cluster that no test harms: their output, values and errors."""
+"""Cells on a shared cluster, whose workers no test ends: output, values and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def test_cells_run_on_all_workers(cluster):
-    """What a cell prints comes back from each, its error too; names stay for the next cell and the next job."""
+    """Each worker returns its output and its error; the names of a cell stay for the next cell and the next job."""
     rows = cluster.execute(
         "import os, sys\nx = 5\nprint('pid', os.getpid())\nprint('bad', file=sys.stderr)", timeout=20
     )
@@ -17,21 +17,21 @@ def test_cells_run_on_all_workers(cluster):
     assert [row[2:] for row in rows] == [("bad\n", None)] * 3
     rows = cluster.execute("print(x)\n1 / 0", timeout=20)
     assert [row[1] for row in rows] == ["5\n"] * 3
-    assert len({row[3] for row in rows}) == 1  # without the count of each engine's prompts
+    assert len({row[3] for row in rows}) == 1  # the tracebacks have no prompt number, which differs between engines
     assert re.search(r"^Cell, line 2\n.*^-+> 2 1 / 0$", rows[0][3], re.DOTALL | re.MULTILINE)
     assert rows[0][3].endswith("\nZeroDivisionError: division by zero")
     assert cluster.run_cell("x + 1").result(timeout=20) == [6, 6, 6]
 
 
 def test_no_output_of_a_cell_is_lost(cluster):
-    """Thirty cells in a row: each one's output is there, all of it, and of no other."""
+    """Each of thirty cells in quick succession has all of its output, and none of another cell."""
     for number in range(30):
         rows = cluster.execute(f"print('cell {number}'); print('x' * 10000)", timeout=20)
         assert [row[1] for row in rows] == [f"cell {number}\n{'x' * 10000}\n"] * 3
 
 
 def test_a_cell_as_a_program(cluster):
-    """A cell's last expression is its value; its traceback shows its own lines."""
+    """An error in a cell that runs as a job has a traceback with the lines of the cell."""
     job = cluster.run_cell("def f():\n    raise KeyError('in a cell')\n\nf()")
     error = job.exception(timeout=20)
     assert re.search(r"line 4, in <module>\n +f\(\)", error.remote_traceback)
@@ -39,7 +39,7 @@ def test_a_cell_as_a_program(cluster):
 
 
 def test_a_cell_with_a_syntax_error(cluster):
-    """It is found in the kernel: the error has the line that is wrong, and no job is used up."""
+    """The kernel finds a syntax error: the error has the wrong line, and no job is started."""
     before = cluster.job
     for run in (cluster.run_cell, cluster.execute):
         with pytest.raises(SyntaxError) as caught:
@@ -49,7 +49,7 @@ def test_a_cell_with_a_syntax_error(cluster):
 
 
 def test_names_outside_a_world(cluster):
-    """`rank()` without a world is an error that says where it works; `device()` works anywhere on a worker."""
+    """`rank()` without a world raises NoWorldError; `device()` works without a world."""
     rows = cluster.execute(
         "import nbelastic as nbe\nprint(nbe.device())\ntry:\n    nbe.rank()\nexcept nbe.NoWorldError as e:\n    print(e)",
         timeout=20,
@@ -72,7 +72,7 @@ found, os.getpid()
 """
 
 
-def test_data_loaders_fork_as_anywhere(cluster):
-    """A data set that a cell defines can be loaded by worker processes, which start fast: they are forks of the worker."""
+def test_data_loaders_are_forks_of_the_worker(cluster):
+    """A data set that a cell defines can be loaded by processes that are forks of the worker."""
     for found, pid in cluster.run_cell(CELL_WITH_A_DATA_SET).result(timeout=30):
         assert found == [([0, 1, 2, 3], {pid}), ([4, 5, 6, 7], {pid})]

@@ -1,4 +1,4 @@
-"""Random faults in mid-training, a short version of `python -m tests.benchmarks.chaos`."""
+"""Random faults during a training: a short version of `python -m tests.benchmarks.chaos`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tests.benchmarks import chaos, chaos_program
 
 @pytest.mark.soak
 @pytest.mark.parametrize("drivers", [False, True])
-def test_nothing_is_lost_whatever_happens(drivers):
-    """Fifteen kills, stops, joins and removals: every sample is used once an epoch, ranks and losses are as if undisturbed.
+def test_random_faults_lose_nothing(drivers):
+    """After fifteen random faults, each sample was used once per epoch, and ranks and losses are as without faults.
 
-    The cluster's driver is killed among them, also while it takes over.
+    Faults are kills, stops, joins and removals; with `drivers`, also kills of the driver, even while it takes over.
     """
     found = chaos.run(faults=15, seed=1, pause=0.5, drivers=drivers)
     assert found["faults"] == 15

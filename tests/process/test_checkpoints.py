@@ -60,13 +60,13 @@ def runs(make, tmp_path):
     return start
 
 
-def kept(tmp_path):
-    """The numbers of commits of the checkpoints, in the order in which they were written."""
+def saved_commits(tmp_path):
+    """The commit of each checkpoint, in the order in which they were written."""
     return [int(path.name.rpartition("-")[2]) for path in sorted((tmp_path / "kept").glob("0*"))]
 
 
-def begun(training):
-    """Where the training began, as all ranks logged it."""
+def beginning_of(training):
+    """The step, the commit and the weights with which all ranks began."""
     where = {
         (line["begin"], line["commits"], line["sum"]) for line in training.lines("begin") if line["generation"] == 1
     }
@@ -81,11 +81,11 @@ def test_a_stopped_cluster_writes_its_last_checkpoint(runs, tmp_path):
     until(lambda: training.lines()[-1]["step"] > 20)
     committed = training.lines()[-1]["step"] - 1  # a step's line is written before its commit
     training.cluster.stop(timeout=60)
-    (last,) = kept(tmp_path)
+    (last,) = saved_commits(tmp_path)
     assert last >= committed
 
 
-def done(training):
+def finish_job(training):
     (training.folder / "finish").touch()
     results = training.job.result(timeout=30)
     assert all(result == results[0] for result in results)
@@ -96,53 +96,53 @@ def done(training):
 def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_path, before, after):
     """When every process is killed, the next job begins with the weights of the newest checkpoint on all ranks."""
     first = runs(1, before)
-    until(lambda: len(kept(tmp_path)) >= 2, what="two checkpoints")
+    until(lambda: len(saved_commits(tmp_path)) >= 2, what="two checkpoints")
     for pid in processes_of(first.cluster):
-        with contextlib.suppress(ProcessLookupError):  # it has ended together with the one before
+        with contextlib.suppress(ProcessLookupError):  # it has ended together with its parent
             os.kill(pid, signal.SIGKILL)
     first.cluster.stop()
-    newest = kept(tmp_path)[-1]
+    newest = saved_commits(tmp_path)[-1]
     second = runs(2, after)
     second.wait_for_world(int(after[-1]))
-    step, commits, weights = begun(second)
+    step, commits, weights = beginning_of(second)
     assert step == commits == newest
     assert {line["sum"] for line in first.lines() if line["step"] == newest} == {weights}
-    until(lambda: kept(tmp_path)[-1] > newest, what="the next checkpoint")
-    assert done(second)["step"] > newest
-    said = f"the training continues at commit {newest}, from "
-    until(lambda: said in second.job.logs(rank=0), what=said)
+    until(lambda: saved_commits(tmp_path)[-1] > newest, what="the next checkpoint")
+    assert finish_job(second)["step"] > newest
+    text = f"the training continues at commit {newest}, from "
+    until(lambda: text in second.job.logs(rank=0), what=text)
 
 
-def test_a_job_that_has_ended_is_over(runs, tmp_path):
-    """The end is saved too: the same job run again begins where it ended."""
+def test_a_job_that_has_ended_ends_at_once_when_run_again(runs, tmp_path):
+    """A job saves its end: the same job run again begins there, and ends with the same result."""
     first = runs(1, "localhost:2", every=1000)
     first.wait_for_world(2)
-    end = done(first)
-    assert kept(tmp_path) == [end["commits"]]
+    end = finish_job(first)
+    assert saved_commits(tmp_path) == [end["commits"]]
     (tmp_path / "run2").mkdir()
     (tmp_path / "run2" / "finish").touch()
     second = runs(2, "localhost:1", every=1000)
     assert second.job.result(timeout=30) == [end]
-    assert kept(tmp_path) == [end["commits"]]
+    assert saved_commits(tmp_path) == [end["commits"]]
 
 
-def test_a_job_that_is_stopped_can_be_gone_on_with(runs, tmp_path):
+def test_a_stopped_job_can_be_resumed(runs, tmp_path):
     """When a client stops a job between two checkpoints, one rank saves its last commit."""
     first = runs(1, "localhost:2", every=1000)
     first.wait_for_world(2)
     until(lambda: len(first.lines("step")) > 10, what="ten steps")
     first.job.stop()
-    until(lambda: kept(tmp_path), what="the last checkpoint")
+    until(lambda: saved_commits(tmp_path), what="the last checkpoint")
     first.cluster.stop()
-    (newest,) = kept(tmp_path)
+    (newest,) = saved_commits(tmp_path)
     assert newest >= max(line["step"] for line in first.lines("step")) - 1
     second = runs(2, "localhost:2", every=1000)
     second.wait_for_world(2)
-    assert begun(second)[:2] == (newest, newest)
+    assert beginning_of(second)[:2] == (newest, newest)
 
 
-def sticks(folder: str) -> None:
-    """Rank 0 hangs in a collective of its fourth step, as happens with gloo once in a hundred."""
+def train_and_hang(folder: str) -> None:
+    """Train; rank 0 hangs in a collective of its fourth step, as gloo leaves about one rank in a hundred."""
     import torch
     import torch.distributed as dist
 
@@ -166,55 +166,58 @@ def sticks(folder: str) -> None:
     loop(state)
 
 
-def test_who_is_stuck_when_the_job_is_stopped_keeps_its_last_commit(make, tmp_path):
+def test_a_hung_worker_of_a_stopped_job_saves_its_last_commit(make, tmp_path):
     """A hung worker of a stopped job writes its last commit, since no other can, and ends only then."""
     cluster = make("localhost:2", min=2)
-    job = cluster.run(sticks, str(tmp_path), checkpoint=tmp_path / "kept", checkpoint_every=1000)
+    job = cluster.run(train_and_hang, str(tmp_path), checkpoint=tmp_path / "kept", checkpoint_every=1000)
     until((tmp_path / "stuck").exists)
     job.stop()
     until(lambda: any("exit code 75" in event.text for event in cluster.events))
-    assert kept(tmp_path) == [3]
+    assert saved_commits(tmp_path) == [3]
 
 
 def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
     """When rank 0 is killed, the others do not wait for its checkpoint, and the new rank 0 writes the next ones."""
     training = runs(1, "localhost:2")
     victim = training.wait_for_world(2)[0]
-    until(lambda: kept(tmp_path), what="a checkpoint")
+    until(lambda: saved_commits(tmp_path), what="a checkpoint")
     training.signal_worker(victim)
-    last = kept(tmp_path)[-1]
-    until(lambda: kept(tmp_path)[-1] > last + 5 and len(kept(tmp_path)) >= 3, what="checkpoints of another rank")
-    done(training)
-    left = [path.name for path in (tmp_path / "kept").iterdir()]
-    assert len([name for name in left if not name.startswith(".")]) == 3
+    last = saved_commits(tmp_path)[-1]
+    until(
+        lambda: saved_commits(tmp_path)[-1] > last + 5 and len(saved_commits(tmp_path)) >= 3,
+        what="checkpoints of another rank",
+    )
+    finish_job(training)
+    names = [path.name for path in (tmp_path / "kept").iterdir()]
+    assert len([name for name in names if not name.startswith(".")]) == 3
 
 
-def test_the_newest_is_damaged(runs, tmp_path):
+def test_the_newest_checkpoint_is_damaged(runs, tmp_path):
     """When the newest checkpoint is damaged, the job uses the one before, and the log says why."""
     first = runs(1, "localhost:2")
-    until(lambda: len(kept(tmp_path)) >= 2, what="two checkpoints")
-    done(first)
-    *_, before, newest = kept(tmp_path)
+    until(lambda: len(saved_commits(tmp_path)) >= 2, what="two checkpoints")
+    finish_job(first)
+    *_, before, newest = saved_commits(tmp_path)
     (damaged,) = (tmp_path / "kept").glob(f"*-commit-{newest}")
     (damaged / "manifest").write_bytes(b"{")
     second = runs(2, "localhost:2")
     second.wait_for_world(2)
-    assert begun(second)[:2] == (before, before)
-    done(second)
-    said = f"checkpoint {damaged.name} is not used: manifest is damaged"
-    until(lambda: said in second.job.logs(rank=0), what=said)
+    assert beginning_of(second)[:2] == (before, before)
+    finish_job(second)
+    text = f"checkpoint {damaged.name} is not used: manifest is damaged"
+    until(lambda: text in second.job.logs(rank=0), what=text)
 
 
-def test_a_folder_of_another_program(runs, tmp_path):
+def test_a_checkpoint_of_another_program(runs, tmp_path):
     """A checkpoint of another program fails the job with the first difference; the files stay as they are."""
     first = runs(1, "localhost:2")
-    until(lambda: kept(tmp_path), what="a checkpoint")
-    done(first)
-    there = kept(tmp_path)
+    until(lambda: saved_commits(tmp_path), what="a checkpoint")
+    finish_job(first)
+    there = saved_commits(tmp_path)
     error = runs(2, "localhost:2", width=8).job.exception(timeout=30)
     assert "StateError: no checkpoint in" in str(error)
     assert "model.weight is ((4, 8), 'float32') here and ((4, 16), 'float32')" in str(error)
-    assert kept(tmp_path) == there
+    assert saved_commits(tmp_path) == there
 
 
 def test_a_folder_that_cannot_be_written(make, tmp_path):

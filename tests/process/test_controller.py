@@ -1,4 +1,4 @@
-"""ipyparallel's controller dies, or its kernel does, or both; engines and what runs on them do not."""
+"""ipyparallel's controller, its kernel or both are killed; the engines and the programs on them go on."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ HERE = Path(__file__).parent
 
 
 def controller_of(cluster: nbe.Cluster) -> int:
-    """The controller's."""
+    """The pid of ipyparallel's controller."""
     return pid_of(controller_file(cluster, ".process"))
 
 
-def killed(cluster: nbe.Cluster) -> int:
-    """Kill the controller; how many have been started again so far."""
-    before = started_again(cluster)
+def kill_controller(cluster: nbe.Cluster) -> int:
+    """Kill the controller; return how often it was restarted before."""
+    before = count_restarts(cluster)
     os.kill(controller_of(cluster), signal.SIGKILL)
     return before
 
 
-def started_again(cluster: nbe.Cluster) -> int:
+def count_restarts(cluster: nbe.Cluster) -> int:
     return sum(event.kind == "controller-started" for event in cluster.events)
 
 
-def again(cluster: nbe.Cluster, before: int) -> None:
-    """Wait until there is another one, which our client has met and which knows all workers."""
-    until(lambda: started_again(cluster) > before)
+def wait_for_restart(cluster: nbe.Cluster, before: int) -> None:
+    """Wait until a new controller runs, the client is connected to it, and it knows all engines."""
+    until(lambda: count_restarts(cluster) > before)
     client = cluster.client
-    # What an engine answers before the client is back is lost, and told as that.
+    # An answer of an engine to an unconnected client is lost: the call raises ControllerLostError.
     until(lambda: len(client._open_connections) == len(client._context.watched), what="the client to be connected")
-    until(lambda: known(cluster) == len(cluster.workers), what="all engines to be known")
+    until(lambda: count_engines(cluster) == len(cluster.workers), what="all engines to be known")
 
 
-def known(cluster: nbe.Cluster) -> int:
-    """How many engines the controller knows; -1 if it has ended before it could answer."""
+def count_engines(cluster: nbe.Cluster) -> int:
+    """How many engines the controller knows; -1 if it ends before it answers."""
     try:
         return len([name for name in cluster.client.queue_status() if name != "unassigned"])
     except ControllerLostError:
         return -1
 
 
-def test_a_killed_controller_is_started_again(trains):
-    """The training does not notice, a newcomer joins, results arrive; cells and ipyparallel's client work as before."""
+def test_a_killed_controller_is_count_restarts(trains):
+    """A killed controller is restarted; the training goes on, a newcomer joins, and results, cells and the client work."""
     training = trains("localhost:2", min=1)
     training.wait_for_world(2)
     generation, numbers = training.cluster.status().generation, training.cluster.client.ids
-    before = killed(training.cluster)
-    again(training.cluster, before)
+    before = kill_controller(training.cluster)
+    wait_for_restart(training.cluster, before)
     assert training.cluster.status().generation == generation
-    before = killed(training.cluster)
-    training.cluster.add_host("localhost:3")  # its engine asks a controller that is not there
+    before = kill_controller(training.cluster)
+    training.cluster.add_host("localhost:3")  # its engine wants to register while no controller runs
     training.wait_for_world(3)
-    assert started_again(training.cluster) > before
+    assert count_restarts(training.cluster) > before
     assert len(training.finish()) == 3
     rows = training.cluster.execute("print('here')", timeout=20)
     assert [row[1:] for row in rows] == [("here\n", "", None)] * 3
@@ -85,37 +85,37 @@ def test_a_killed_controller_is_started_again(trains):
     assert view.pull("x", block=True) == [5, 5, 5]
 
 
-def stop(victim: int) -> None:
+def suspend_process(victim: int) -> None:
     os.kill(victim, signal.SIGSTOP)
     until(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED)
 
 
 @contextmanager
-def deaf(cluster: nbe.Cluster) -> Iterator[None]:
-    """What is sent to the controller in here is lost: it is stopped, and killed afterwards."""
+def stopped_controller(cluster: nbe.Cluster) -> Iterator[None]:
+    """Stop the controller in this block, and kill it afterwards: all that is sent to it is lost."""
     victim = controller_of(cluster)
-    stop(victim)
+    suspend_process(victim)
     yield
     os.kill(victim, signal.SIGKILL)
 
 
-def unread(port: int, at: int = 1) -> bool:
-    """Whether something has come to this port (`at=2`: from this port) that a process has not read."""
+def has_unread_data(port: int, at: int = 1) -> bool:
+    """Whether a process has unread data that was sent to this port (`at=2`: from this port)."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(row[at].endswith(f":{port:04X}") and not row[4].endswith(":00000000") for row in rows)
 
 
-def test_nothing_of_ours_depends_on_it(make):
-    """It is stopped, and kept so: a program, with an argument and a result, and a cell run as if it were there."""
+def test_jobs_and_cells_do_not_need_the_controller(make):
+    """While the controller is stopped, a job gets its argument and returns its result, and a cell runs."""
     cluster = make("localhost:2", min=2)
-    with deaf(cluster):
+    with stopped_controller(cluster):
         assert cluster.run(sorted, [2, 1]).result(timeout=20) == [[1, 2]] * 2
         rows = cluster.execute("print('here')", timeout=20)
         assert [row[1:] for row in rows] == [("here\n", "", None)] * 2
 
 
-def waiting(folder: str) -> str:
-    """Say that it runs, and wait for the word."""
+def wait_for_go(folder: str) -> str:
+    """Touch a file to show that this call runs, and wait for the file `go`."""
     Path(folder, f"{os.getpid()}.waits").touch()
     while not Path(folder, "go").exists():
         time.sleep(0.01)
@@ -123,53 +123,55 @@ def waiting(folder: str) -> str:
 
 
 def test_a_call_outlives_the_controller(make, tmp_path):
-    """One of `%px` that runs while the controller is killed has its result, and what it prints afterwards is seen."""
+    """A call of `%px` that runs while the controller is killed returns its result and its later output."""
     cluster = make("localhost:2", min=2)
     source = f"import os, time\nopen('{tmp_path}/' + str(os.getpid()) + '.waits', 'w')\n"
     source += f"while not os.path.exists('{tmp_path}/go'):\n    time.sleep(0.01)\nprint('done')"
     result = cluster.client[:].execute(source)
     until(lambda: len(list(tmp_path.glob("*.waits"))) == 2)
-    again(cluster, killed(cluster))
+    wait_for_restart(cluster, kill_controller(cluster))
     (tmp_path / "go").touch()
     result.get(timeout=30)
     until(lambda: result.stdout == ["done\n"] * 2, what="both outputs")
 
 
 def test_a_lost_answer_is_an_error(make, tmp_path):
-    """The controller had it, and was killed before it passed it on: whoever waits for it is told, and the next call works."""
+    """When the controller is killed with an answer in it, the call raises ControllerLostError; the next call works."""
     cluster = make("localhost:1", min=1)
     view = cluster.client[:]
-    result = view.apply_async(waiting, str(tmp_path))
+    result = view.apply_async(wait_for_go, str(tmp_path))
     until(lambda: list(tmp_path.glob("*.waits")))
-    with deaf(cluster):
+    with stopped_controller(cluster):
         (tmp_path / "go").touch()
-        until(lambda: unread(json.loads(controller_file(cluster, "-engine.json"))["mux"]))
+        until(lambda: has_unread_data(json.loads(controller_file(cluster, "-engine.json"))["mux"]))
     with pytest.raises(ipp.error.CompositeError, match="ControllerLostError"):
         result.get(timeout=30)
     assert view.apply_async(sorted, [2, 1]).get(timeout=20) == [[1, 2]]
 
 
-def test_the_next_controller_has_no_ghosts(make):
-    """An engine that dies while there is no controller is not among those that the next one knows, nor the client's."""
+def test_the_next_controller_knows_no_lost_engine(make):
+    """The next controller and the client do not know an engine that is lost while no controller runs."""
     cluster = make("localhost:2", min=1)
     victim = cluster.workers[0]
-    with deaf(cluster):
-        before = started_again(cluster)
+    with stopped_controller(cluster):
+        before = count_restarts(cluster)
         os.kill(victim.pid, signal.SIGKILL)
         until(lambda: all(w.id != victim.id for w in cluster.workers))
-    until(lambda: started_again(cluster) > before)
+    until(lambda: count_restarts(cluster) > before)
     cluster.wait(2)
-    until(lambda: known(cluster) == len(cluster.client.ids) == 2, what="both engines to be known")  # one says so again
+    until(
+        lambda: count_engines(cluster) == len(cluster.client.ids) == 2, what="both engines to be known"
+    )  # one engine registers again
     assert sorted(cluster.client[:].apply_sync(os.getpid)) == sorted(w.pid for w in cluster.workers)
 
 
-def test_the_heart_monitor_is_part_of_it(make):
-    """Killed alone, it takes the controller along, and both are started again."""
+def test_a_killed_heart_monitor_ends_the_controller(make):
+    """When the heart monitor is killed, the controller ends too, and both are restarted."""
     cluster = make("localhost:1", min=1)
     before = controller_of(cluster)
     (monitor,) = psutil.Process(before).children()
     monitor.kill()
-    again(cluster, 0)
+    wait_for_restart(cluster, 0)
     assert not alive(before)
 
 
@@ -178,8 +180,8 @@ def run(script: str, *args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-class Kept:
-    """A controller whose kernel is a process of its own, and an engine that belongs to neither."""
+class KeptController:
+    """A controller whose kernel is a separate process, and an engine that outlives both."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -205,11 +207,11 @@ class Kept:
         self.kernel.kill()
         self.kernel.wait()
 
-    def caretaker(self) -> Supervisor:
+    def supervisor(self) -> Supervisor:
         return Supervisor(self.folder / "ipython", "kept", 8.0, named(self.folder, 60.0))
 
     def check(self, controller: Supervisor) -> None:
-        """A client of this controller finds the engine, and what it knows."""
+        """Check that a client of this controller finds the engine and its variables."""
         with closing(connect(controller.information("client"), "kept", str(self.folder / "ipython"))) as client:
             assert client.wait_for([self.uuid], 20.0)
             client[:].execute("x = globals().get('x', 0) + 1")
@@ -224,17 +226,19 @@ class Kept:
             process.wait()
             process.stdin.close()
             process.stdout.close()
-        (self.folder / "driver").unlink(missing_ok=True)  # what is left ends with its next look
+        (self.folder / "driver").unlink(
+            missing_ok=True
+        )  # the controller's group ends when it sees that the driver has ended
         until(lambda: not [process for process in self.group if alive(process.pid)], 5)
 
 
 @pytest.fixture
 def keep(tmp_path):
-    """Start one: `keep(lease)`. Nothing of it is left."""
+    """Start a controller that outlives its kernel: `keep(lease)`. The fixture ends all its processes."""
     started = []
 
-    def start(lease: float) -> Kept:
-        started.append(Kept(tmp_path))
+    def start(lease: float) -> KeptController:
+        started.append(KeptController(tmp_path))
         return started[-1].start(lease)
 
     yield start
@@ -243,8 +247,8 @@ def keep(tmp_path):
 
 
 @pytest.mark.parametrize("dies", ["kernel", "both"])
-def test_another_kernel_goes_on(keep, dies):
-    """The kernel is killed, and perhaps the controller with it: the next kernel finds the engine, and all that it knows."""
+def test_the_next_kernel_attaches_to_the_controller(keep, dies):
+    """When the kernel is killed, alone or with the controller, the next kernel finds the engine and its variables."""
     kept = keep(60.0)
     kept.kill_kernel()
     assert is_alive(kept.controller)
@@ -252,34 +256,34 @@ def test_another_kernel_goes_on(keep, dies):
         kept.group[0].kill()
         until(lambda: not alive(kept.group[0].pid))
 
-    async def go_on() -> None:
-        controller = kept.caretaker()
-        came: asyncio.Queue[None] = asyncio.Queue()
-        controller._on_restart = lambda: came.put_nowait(None)
+    async def story() -> None:
+        controller = kept.supervisor()
+        restarted: asyncio.Queue[None] = asyncio.Queue()
+        controller._on_restart = lambda: restarted.put_nowait(None)
         await controller.attach()
         assert (controller.process == kept.controller) is (dies == "kernel")
         await asyncio.to_thread(kept.check, controller)
         assert kept.x() == "1"
-        os.kill(pid_of(controller.process), signal.SIGKILL)  # it may be no child of ours
-        await asyncio.wait_for(came.get(), 20)
+        os.kill(pid_of(controller.process), signal.SIGKILL)  # it may not be a child of this process
+        await asyncio.wait_for(restarted.get(), 20)
         await asyncio.to_thread(kept.check, controller)
-        await controller._close()  # as the driver's process ends
+        await controller._close()  # as when the driver's process ends
         if controller._child is not None:
             disown(controller._child)
         assert is_alive(controller.process)
 
-        last = kept.caretaker()
+        last = kept.supervisor()
         await last.attach()
         await asyncio.to_thread(kept.check, last)
         assert kept.x() == "3"
         await last.stop()
         assert not is_alive(last.process)
 
-    asyncio.run(go_on())
+    asyncio.run(story())
 
 
-def test_it_ends_when_nobody_comes(keep):
-    """Within its lease, here of 2 s, and all of its group."""
+def test_a_controller_without_a_kernel_ends_with_its_lease(keep):
+    """When no kernel attaches, all processes of the controller end within the lease, here of 2 s."""
     kept = keep(2.0)
     assert all(alive(process.pid) for process in kept.group)
     died = time.monotonic()
@@ -288,8 +292,8 @@ def test_it_ends_when_nobody_comes(keep):
     assert time.monotonic() - died > 0.5
 
 
-def test_it_shows_no_secret(keep):
-    """Neither its arguments nor its environment have a key, and its files are for their owner alone."""
+def test_a_controller_shows_no_secret(keep):
+    """The controller has no key in its arguments or environment, and only the owner can read its files."""
     kept = keep(60.0)
     files = [path for path in (kept.folder / "ipython").rglob("*") if path.is_file() and path.suffix != ".log"]
     (keys,) = [json.loads(path.read_text()) for path in files if path.suffix == ".keys"]
@@ -301,10 +305,10 @@ def test_it_shows_no_secret(keep):
     assert {path.stat().st_mode & 0o777 for path in security} == {0o600}
 
 
-def test_what_a_broken_connection_takes_along(tmp_path):
-    """An answer was on its way through a gate that is killed: whoever waits for it is told."""
+def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):
+    """When a TCP proxy is killed with an answer in it, the call raises ControllerLostError; the next call works."""
 
-    async def go_on() -> None:
+    async def story() -> None:
         driver_lease = until_the_end(tmp_path)
         controller, doors = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease), ProxySet(driver_lease)
         await controller.start()
@@ -319,10 +323,10 @@ def test_what_a_broken_connection_takes_along(tmp_path):
         with closing(connect(controller.information("client"), "behind", str(tmp_path / "ipython"))) as client:
             assert client.wait_for([uuid], 20.0)
             (gate,) = [pid_of(gate.process) for gate in doors.saved]
-            stop(gate)
+            suspend_process(gate)
             result = client[0].apply_async(sorted, [2, 1])
             port = int(json.loads(controller.connection)["mux"])
-            until(lambda: unread(port, at=2), what="something to come to the gate")
+            until(lambda: has_unread_data(port, at=2), what="an answer to reach the TCP proxy")
             os.kill(gate, signal.SIGKILL)
             until(lambda: not alive(gate))
             doors.restart_dead()
@@ -330,29 +334,29 @@ def test_what_a_broken_connection_takes_along(tmp_path):
                 result.get(timeout=30)
             assert client[0].apply_async(sorted, [2, 1]).get(timeout=20) == [1, 2]
 
-    asyncio.run(go_on())
+    asyncio.run(story())
 
 
 def test_a_driver_is_killed_while_it_starts_a_controller(tmp_path):
-    """The next driver finds that one, which is not there yet, and has one in the end: it takes no port from its own."""
+    """The next driver gets a controller; the unfinished one of the killed driver ends, and takes none of its ports."""
 
-    def of_a_driver() -> Supervisor:
+    def supervisor_of_a_driver() -> Supervisor:
         return Supervisor(tmp_path / "ipython", "half", 8.0, until_the_end(tmp_path))
 
     async def story() -> None:
-        first = of_a_driver()
+        first = supervisor_of_a_driver()
         await first.start()
         await first.kill()
         starting = asyncio.create_task(first.restart())
-        await asyncio.sleep(0)  # it has begun the process, and waits for it
+        await asyncio.sleep(0)  # `restart` has started the process, and waits until it is ready
         starting.cancel()
         await first._close()
         half = first._child
         assert half is not None
         assert half.poll() is None
-        second = of_a_driver()
+        second = supervisor_of_a_driver()
         await second.attach()
-        await asyncio.to_thread(half.wait, 20)  # nobody has waited for it to be there
+        await asyncio.to_thread(half.wait, 20)  # no driver waited until it was ready, so it ends
         await until_async(lambda: is_alive(second.process) and pid_of(second.process) != half.pid)
         with closing(connect(second.information("client"), "half", str(tmp_path / "ipython"))) as client:
             assert await asyncio.to_thread(client.queue_status) == {"unassigned": 0}

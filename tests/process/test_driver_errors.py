@@ -1,4 +1,4 @@
-"""The driver's own code has a fault while workers train."""
+"""The driver's own code raises an error while workers train."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support import driver_thread
 from tests.support.waiting import until
 
 
-def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
-    """A decision fails, and three times the silence limit later the same processes still make steps. A stop ends them."""
+def test_a_training_goes_on_without_decisions(make, tmp_path, monkeypatch):
+    """After a decision raises an error, the same processes make steps for three times the `silence` limit."""
 
     def broken(world, event, now):
         if isinstance(event, ev.Scaled):

@@ -17,7 +17,7 @@ from tests.process.training import lines_in
 from tests.support.processes import alive, descendants, driver_pid, run_folder
 from tests.support.waiting import until
 
-BUSY = """
+BUSY = """\
 import ctypes, os, signal, sys, time
 import nbelastic as nbe
 from tests.process import programs
@@ -32,16 +32,14 @@ if __name__ == "__main__":
         os.kill(victim, signal.SIGKILL)
         print(victim, flush=True)
         os.mkfifo(f"{sys.argv[1]}/held")
-        ctypes.PyDLL(None).open(f"{sys.argv[1]}/held".encode(), os.O_RDONLY)  # until somebody writes, with the lock held
+        ctypes.PyDLL(None).open(f"{sys.argv[1]}/held".encode(), os.O_RDONLY)  # blocks until the test opens it, with the lock held
         open(f"{sys.argv[1]}/finish", "w")
         print(len(job.result(timeout=30)), flush=True)
 """
 
 
 def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: Path) -> None:
-    """A cell holds the interpreter lock, and a worker is lost meanwhile: the world recovers before the cell releases
-    the lock.
-    """
+    """A lost worker is replaced, and the world recovers, while a cell of the kernel holds the interpreter lock."""
 
     def is_whole_without(victim: int) -> bool:
         steps = [line for line in lines_in(tmp_path) if "step" in line]
@@ -61,7 +59,7 @@ def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: P
             kernel.kill()
 
 
-def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
+def test_signals_to_the_kernel_do_not_reach_its_driver(make, tmp_path):
     """Signals to the kernel's process group or session do not reach the driver: it is in neither."""
     cluster = make("localhost:1", min=1)
     driver = driver_pid(cluster)
@@ -84,14 +82,14 @@ def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, kee
     until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
 
 
-FORKED = """
+FORKED = """\
 import os, signal, sys
 import nbelastic as nbe
 
 if __name__ == "__main__":
     with nbe.Cluster("localhost:1", log_dir=sys.argv[1]) as cluster:
         if os.fork() == 0:
-            cluster.stop()  # nothing of it is the child's
+            cluster.stop()  # must have no effect: the cluster belongs to the parent
             try:
                 cluster.execute("1")
             except nbe.ClusterStoppedError as error:
@@ -110,7 +108,7 @@ def test_a_forked_kernel_has_no_cluster(tmp_path: Path) -> None:
     assert done.stdout == "0 True\n", done.stderr
 
 
-def test_its_errors_are_in_a_file(make):
+def test_errors_of_the_driver_are_in_a_file(make):
     """Errors of the driver's process go to a file among the cluster's logs that only their owner can read."""
     cluster = make("localhost:1")
     log = cluster.log_dir / "driver.log"
@@ -128,7 +126,7 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
         until(lambda: job.logs().count("begun") == 3, what="output")
         dead = driver_pid(cluster)
         os.kill(dead, signal.SIGKILL)
-        assert cluster.wait(3, timeout=30).generation == generation, "it is asked of the next driver"
+        assert cluster.wait(3, timeout=30).generation == generation, "the next driver answers"
         assert job.logs().count("begun") == 3
         until(lambda: any("has taken over" in event.text for event in other.events))
         victim = cluster.workers[0].pid
@@ -143,7 +141,7 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
         other.detach()
 
 
-def test_drivers_that_die_again_and_again_are_not_replaced_for_ever(make):
+def test_drivers_that_die_again_and_again_are_not_replaced_without_end(make):
     """After several deaths of drivers the client reports it and starts no more; the training goes on, and clients can
     attach.
     """
@@ -173,7 +171,7 @@ def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
     until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
 
 
-def test_the_temporary_folder_is_the_kernel_s(make, monkeypatch, tmp_path):
+def test_the_driver_uses_the_kernels_temporary_folder(make, monkeypatch, tmp_path):
     """The driver uses the kernel's temporary folder, also when the kernel has set `tempfile.tempdir`."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     cluster = make("localhost:1")
@@ -182,7 +180,7 @@ def test_the_temporary_folder_is_the_kernel_s(make, monkeypatch, tmp_path):
     cluster.stop()
 
 
-def test_a_file_of_the_user_s_is_no_module_of_the_driver_s(tmp_path: Path) -> None:
+def test_the_driver_imports_no_module_of_the_users_folder(tmp_path: Path) -> None:
     """The driver does not import an `asyncio.py` from the notebook's folder, though that is on the kernel's path."""
     (tmp_path / "asyncio.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "secrets.py").write_text("raise SystemExit('not this one')")

@@ -1,4 +1,4 @@
-"""A fixed global batch: how many train together changes the speed, and nothing else."""
+"""With a fixed global batch the size of the world changes the speed, and not the losses."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from tests.support.waiting import until
 
 
 def test_the_losses_are_those_of_one_undisturbed_process(trains):
-    """Through a kill, a newcomer and a drain, in worlds of 1 to 4, every step has the loss that it has without them."""
+    """Through a kill, a newcomer and a drain, in worlds of 1 to 4, each step has the same loss as in one process."""
     training = trains("localhost:3", min=1, program=global_batches.train)
 
     def whole_epoch():
-        """Long enough in this world for its last batch, which has nothing for some ranks."""
+        """Train in this world past the last batch of an epoch, which has no samples for some ranks."""
         begun = max(line["step"] for line in training.lines())
         until(lambda: max(line["step"] for line in training.lines()) > begun + 12)
 
@@ -32,5 +32,5 @@ def test_the_losses_are_those_of_one_undisturbed_process(trains):
     assert {line["step"] for line in lines} == set(range(1, steps + 1))
     assert {1, 3, 4} <= {line["world"] for line in lines}
     expected = global_batches.losses_in_one_process(steps)
-    for line in lines:  # a step that was repeated after the kill too
+    for line in lines:  # also of the steps that were repeated after the kill
         assert line["loss"] == pytest.approx(expected[line["step"] - 1], rel=1e-7), line

@@ -46,7 +46,7 @@ def run(cluster, tmp_path):
 
 
 def last_of(results):
-    """For each rank, the step that it reached, and whether its state was whole."""
+    """The last step of each rank, and whether its state was whole then."""
     return {(seen[-1][2], seen[-1][3]) for seen in results}
 
 
@@ -65,7 +65,7 @@ def test_without_memory_for_a_second_copy_a_whole_holder_sends_it_again(cluster,
     assert last_of(run(2, "sends", scarce=True).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
 
 
-def test_without_memory_and_without_another_holder_the_job_fails_in_words(cluster, run):
+def test_without_memory_and_without_another_holder_the_job_fails_with_the_reason(cluster, run):
     """When only mixtures are left, the job fails with the reason that its state is lost."""
     error = str(run(1, "sends", scarce=True).exception(timeout=60))
     assert "no worker is left that holds the training state" in error
@@ -78,7 +78,7 @@ def test_without_memory_and_with_copies_the_ranks_go_on_from_the_older_commit(cl
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_sender_that_is_killed_or_stopped_at_any_moment_tears_nothing(cluster, run):
+def test_a_sender_that_is_killed_or_stopped_at_any_moment_leaves_no_mixture(cluster, run):
     """Twenty times, up to 0.35 s after the break, the sender is killed or stopped: every job ends, and every state is
     whole.
     """

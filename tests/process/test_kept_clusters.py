@@ -50,7 +50,7 @@ def test_a_killed_driver_costs_no_step(kept):
     texts = [event.text for event in training.cluster.events]
     assert "job-1 was submitted" in texts
     assert f"{WORLD} workers train on in generation {generation}" in texts
-    training.signal_worker(members[0])  # the new driver does all that a driver does
+    training.signal_worker(members[0])  # the new driver replaces lost workers, too
     training.wait_for_world(WORLD)
     results = training.finish()
     assert len(results) == WORLD
@@ -92,7 +92,7 @@ def test_a_kernel_and_another_part_die(kept, part, first):
 
 
 @pytest.fixture
-def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]:
+def kernel_is_killed(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]:
     """Kill the kernel of a training with checkpoints, optionally with its driver and rank 0, and wait for the end of
     the lease.
     """
@@ -106,18 +106,20 @@ def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]
             os.kill(next(line["pid"] for line in kernel.steps() if line["rank"] == 0), signal.SIGKILL)
         until_none(kernel.leftovers, 60 if with_rank_0 else 40)
         last = max(line["step"] for line in kernel.steps())
-        newest = max(path.name for path in folder.iterdir())  # each ends by its own clock, and may save its commit
+        newest = max(
+            path.name for path in folder.iterdir()
+        )  # each worker ends by its own clock, and may save its commit
         assert int(newest.rpartition("-")[2]) in range(last - 1, last + 1)
 
     return story
 
 
 @pytest.mark.parametrize("with_driver", [False, True])
-def test_nobody_comes(forsaken, with_driver):
+def test_a_cluster_without_a_kernel_ends_with_its_lease(kernel_is_killed, with_driver):
     """Without a kernel the cluster ends within its lease, after a last checkpoint. It leaves nothing, and its name is
     free.
     """
-    forsaken(with_driver)
+    kernel_is_killed(with_driver)
 
 
 @pytest.mark.parametrize("with_driver", [False, True])
@@ -129,7 +131,7 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
     until_none(kernel.leftovers, 15)
 
 
-def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
+def test_a_client_that_starts_the_next_driver_does_not_own_the_cluster(kept):
     """A terminal that attaches while the kernel is stopped may start the next driver, and still does not own the
     cluster.
     """
@@ -154,7 +156,7 @@ def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
     until_none(kernel.leftovers, 15)
 
 
-def test_an_ordinary_restart(kept):
+def test_a_kernel_that_exits_normally(kept):
     """A kernel that exits normally leaves its kept cluster as a killed one does."""
     kernel = kept()
     generation = kernel.wait_for_steps(WORLD)
@@ -169,7 +171,7 @@ def test_an_ordinary_restart(kept):
 
 @pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize("part", ["worker", "agent", "controller"])
-def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
+def test_lost_processes_are_replaced_without_a_kernel(kept, part):
     """The driver replaces lost processes while no kernel is attached; the next kernel finds a full world and the
     events.
     """
@@ -189,7 +191,7 @@ def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
     training.cluster.stop()
 
 
-def test_several_kernels_have_one_cluster(kept):
+def test_several_kernels_share_one_cluster(kept):
     """All kernels of a cluster see requests with their senders, output and results; one that detaches disturbs no
     other.
     """
@@ -199,7 +201,9 @@ def test_several_kernels_have_one_cluster(kept):
     with in_one_generation(one):
         one.cluster.scale(max=7, by="one")
         two.cluster.scale(max=5, by="two")
-        until(lambda: [each.cluster.status().max for each in (one, two)] == [5, 5], what="the last order to be seen")
+        until(
+            lambda: [each.cluster.status().max for each in (one, two)] == [5, 5], what="both to show the last request"
+        )
         texts = [event.text for event in one.cluster.events if event.kind == "scaled"]
         assert ["one" in texts[-2], "two" in texts[-1]] == [True, True]
         until(lambda: one.cluster.events == two.cluster.events, what="the same events")
@@ -213,15 +217,13 @@ def test_several_kernels_have_one_cluster(kept):
     assert one.job.result(timeout=20) == results
     assert "is the sum" not in one.job.logs() or one.job.logs() == two.job.logs()
     two.cluster.stop()
-    until(lambda: one.cluster.status().phase == "finished", what="the end to be seen")
+    until(lambda: one.cluster.status().phase == "finished", what="the other to show the end")
     with pytest.raises(nbe.ClusterStoppedError, match="stopped by hand"):
         one.cluster.run(print)
 
 
-def test_a_script_begins_again(kept):
-    """A new driver restarts a script from its checkpoint, since a script knows only restarts; a terminal's torchrun
-    takes part.
-    """
+def test_a_new_driver_restarts_a_script(kept):
+    """A new driver restarts a script from its checkpoint; the torchrun of a terminal takes part."""
     kernel = kept(program="script", hosts="localhost:2", arguments={"max_restarts": 0})
     until(lambda: len({line["pid"] for line in kernel.steps()}) == 2, 30, "steps")
     kernel.kill_with_driver()
@@ -241,14 +243,14 @@ def test_a_script_begins_again(kept):
     cluster.stop()
 
 
-def test_a_script_that_ends_meanwhile(kept):
+def test_a_script_that_ends_without_a_driver(kept):
     """The agents keep the end of a script, so a new driver does not start it again."""
     kernel = kept(program="script", hosts="localhost:2")
     pids = until(lambda: {line["pid"] for line in kernel.steps() if line["world"] == 2}, 30, "steps")
     template = psutil.Process(next(iter(pids))).parent()
     kernel.kill_with_driver()
     (kernel.folder / "finish").touch()
-    until(lambda: len(template.children()) == 2, what="the script and its node to end, of which the engines are left")
+    until(lambda: len(template.children()) == 2, what="the script and its node to end; the engines stay")
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=10) == []
     assert "begins again" not in " ".join(event.text for event in cluster.events)
@@ -256,13 +258,13 @@ def test_a_script_that_ends_meanwhile(kept):
 
 
 @pytest.mark.soak
-def test_rank_0_and_nobody_come(forsaken):
+def test_a_survivor_saves_when_rank_0_and_the_kernel_are_lost(kernel_is_killed):
     """When rank 0 is lost and no kernel comes, a survivor writes the last checkpoint."""
-    forsaken(with_driver=True, with_rank_0=True)
+    kernel_is_killed(with_driver=True, with_rank_0=True)
 
 
 @pytest.mark.parametrize("with_driver", [False, True])
-def test_a_job_that_ends_meanwhile(kept, with_driver):
+def test_a_job_that_ends_without_a_kernel(kept, with_driver):
     """A job that ends without a kernel keeps its results and output for the next kernel, and for the one after."""
     kernel = kept(program="print_rank", min=WORLD)
     kernel.kill_with_driver() if with_driver else kernel.kill()
@@ -273,14 +275,14 @@ def test_a_job_that_ends_meanwhile(kept, with_driver):
         kernel.kill_with_driver()
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
-    until(lambda: "I am rank 1" in cluster.job.logs(), what="what it has printed")
+    until(lambda: "I am rank 1" in cluster.job.logs(), what="the output of rank 1")
     training = cluster.run(programs.print_rank, str(kernel.folder))
     assert training.name == "job-2"
     assert len(training.result(timeout=20)) == WORLD
     cluster.stop()
 
 
-def test_an_error_meanwhile(kept):
+def test_an_error_without_a_kernel(kept):
     """A user's error without a kernel is the error of the job, with its traceback."""
     kernel = kept(program="fail_later", min=WORLD)
     until((kernel.folder / "begun").exists, what="the world")
@@ -306,7 +308,7 @@ def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     until((kernel.folder / "held").exists, what="a rank to hold the lock")
     training = attached(kernel)
     kinds = lambda: [event.kind for event in training.cluster.events]
-    until(lambda: "worker-silent" in kinds(), what="the silent rank to be named")
+    until(lambda: "worker-silent" in kinds(), what="the unresponsive rank to be reported")
     programs.release_lock(kernel.folder)
     steps = len(kernel.steps())
     until(lambda: len(kernel.steps()) > steps + 30, what="steps after it")
@@ -324,7 +326,10 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
     kernel = kept(hosts=None, discovery=str(script))
     generation = kernel.wait_for_steps(2)
     kernel.kill_with_driver()
-    until(lambda: not any(str(script) in command for command in kernel.processes().values()), what="its last look")
+    until(
+        lambda: not any(str(script) in command for command in kernel.processes().values()),
+        what="the last discovery to end",
+    )
     busy.touch()
     training = attached(kernel)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
@@ -365,19 +370,19 @@ def test_a_driver_that_does_not_answer(kept, monkeypatch):
     nbe.Cluster.attach(kernel.name).stop()
 
 
-def test_files_that_cannot_be_used(kept, tmp_path):
-    """An unusable file gets one line that says what is wrong, and costs the cluster nothing."""
+def test_unusable_files_of_a_cluster(kept, tmp_path):
+    """Attach to a cluster with an unusable file raises one line with the fault; the cluster goes on."""
     kernel = kept(program="")
     kernel.kill_with_driver()
     path = runs_folder() / kernel.name / SNAPSHOT_FILE
     whole = path.read_bytes()
-    for broken, said in (
+    for broken, text in (
         (whole[: len(whole) // 2], "is damaged"),
         (b"", "is damaged"),
         (whole.replace(f'"wire":"{fingerprint()}"'.encode(), b'"wire":"0"'), "was started by nbelastic"),
     ):
         path.write_bytes(broken)
-        with pytest.raises(nbe.UsageError, match=said):
+        with pytest.raises(nbe.UsageError, match=text):
             nbe.Cluster.attach(kernel.name)
     path.write_bytes(whole)
     path.chmod(0o644)

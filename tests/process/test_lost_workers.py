@@ -1,4 +1,4 @@
-"""Workers are lost in many ways, and the training goes on: it loses no step, and all ranks have the same numbers."""
+"""Workers are lost in many ways, and the training goes on without a lost step, with the same numbers on all ranks."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def events(training, kind):
 
 
 def deaths(training):
-    """The lost workers, without survivors that gloo did not wake. About one in a hundred is replaced for that."""
+    """The events of lost workers, without survivors that gloo did not wake: about one in a hundred is replaced."""
     return [event for event in events(training, "worker-lost") if f"exit code {HUNG}" not in event.text]
 
 
@@ -46,16 +46,14 @@ def test_a_worker_dies(trains, which, sig):
     assert len(events(training, "world-broken")) == 1
 
 
-def test_a_rank_that_holds_the_interpreter_lock_is_slow(trains):
-    """A worker that sends nothing for three times `silence` but whose process runs is not killed: the same world trains
-    on.
-    """
+def test_a_rank_that_holds_the_interpreter_lock_is_not_replaced(trains):
+    """An unresponsive worker whose process runs is not killed, even after three times `silence`: its world trains on."""
     training = trains("localhost:2", program=programs.train_and_hold_lock, min=1, silence=1.0)
     members = training.wait_for_world(2)
     (training.folder / "hold").touch()
-    (told,) = until(lambda: events(training, "worker-silent"), what="the silent rank to be named")
-    assert told.worker in {member.id for member in members}
-    assert "though its host answers; its process" in told.text
+    (event,) = until(lambda: events(training, "worker-silent"), what="the unresponsive rank to be reported")
+    assert event.worker in {member.id for member in members}
+    assert "though its host answers; its process" in event.text
     time.sleep(2.0)  # it was reported after 1 s of silence; more silence must change nothing
     programs.release_lock(training.folder)
     steps = training.lines()[-1]["step"]
@@ -82,10 +80,10 @@ def test_a_worker_ends_itself(make, tmp_path):
             while not programs.any_rank_finds(folder, "finish"):
                 state.step += 1
                 state.commit()
-                if state.step >= 20 and nbe.rank() == 1 and not flag.exists():  # the second change may come late
+                if state.step >= 20 and nbe.rank() == 1 and not flag.exists():  # the reconfiguration may come late
                     flag.touch()
                     os._exit(3)
-                if state.step >= 60 and nbe.rank() == 0 and flag.exists():  # a change may come at any commit
+                if state.step >= 60 and nbe.rank() == 0 and flag.exists():  # a reconfiguration may come at any commit
                     (Path(folder) / "finish").touch()
                 time.sleep(0.01)
             return nbe.size()
@@ -136,7 +134,7 @@ def test_many_deaths_in_a_row(trains):
     assert lost == [f"{victim.id} died (SIGKILL)" for victim in victims]
 
 
-def test_an_agent_is_told_to_end(trains):
+def test_an_agent_receives_sigterm(trains):
     """SIGTERM to an agent, as a batch system sends it, makes its host lost at once, and ends its workers."""
     training = trains("localhost:1,127.0.0.2:1", min=1, max=2)
     victim = next(worker for worker in training.wait_for_world(2) if worker.host == "127.0.0.2")
@@ -162,11 +160,10 @@ def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
     assert len(training.finish()) == 3
 
 
-def test_a_process_continued_at_once_is_no_ghost_either(trains):
+def test_a_process_continued_at_once_trains_on_or_is_replaced(trains):
     """After SIGSTOP and an immediate SIGCONT a worker either trains on or is replaced, never both."""
-    training = trains(
-        "localhost:3", min=3, max=3
-    )  # if only the end finds it missing, the others wait for its successor
+    # with min=3 the others wait for its successor, even if they miss the worker only at the end
+    training = trains("localhost:3", min=3, max=3)
     for pause in (0.05, 0.15, 0.25, 0.35):
         victim = training.wait_for_world(3)[1]
         try:
@@ -188,7 +185,7 @@ def test_below_min_and_back(trains):
     status = until(lambda: "1 of min 2 workers ready" in (s := training.cluster.status()).reason and s)
     assert status.phase == "waiting"
     assert "in back-off" in status.reason
-    # from its own lines: the victim's last step may not have arrived here
+    # only the survivor's lines: the victim may have made a step that did not reach it
     before = max(line["step"] for line in training.lines() if line["pid"] == survivor.pid)
     training.cluster.add_host("127.0.0.2:1")
     training.wait_for_world(2)
@@ -267,7 +264,7 @@ def test_the_template_dies(trains):
     assert len(training.finish()) == 3
 
 
-def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
+def test_a_rank_that_sleeps_between_collectives_is_not_replaced(trains):
     """A rank that sleeps 3 s between collectives while another is lost is not replaced: it joins the next world itself."""
     training = trains("localhost:3", min=1, max=3, kwargs={"slow": {"sleep": 3.0}})
     training.wait_for_world(3)
@@ -296,7 +293,7 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
     assert replaced == [f"{asleep} did not leave generation {left} while others waited"]
 
 
-def test_the_last_holder_of_the_state_is_stuck(trains):
+def test_the_last_holder_of_the_state_hangs(trains):
     """One of two ranks is lost, the other hangs: the successor of the hung one resumes from its state and commit."""
     training = trains("localhost:2", program=programs.train_and_hang, min=1, max=2)
     members = training.wait_for_world(2)
@@ -308,7 +305,7 @@ def test_the_last_holder_of_the_state_is_stuck(trains):
     assert kept.worker == members[1].id
 
 
-def test_what_a_dead_worker_had_started_ends_with_it(make):
+def test_children_of_a_killed_worker_end_with_it(make):
     """Data loaders and other children of a killed worker end with it."""
     cluster = make("localhost:2", min=2)
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
@@ -320,7 +317,7 @@ def test_what_a_dead_worker_had_started_ends_with_it(make):
 
 
 def test_a_state_without_a_model(trains):
-    """A state of counters and lists is recovered as a model is."""
+    """A state of counters and lists, without a model, is recovered too."""
     training = trains("localhost:3", program=programs.count, min=1, max=3)
     training.signal_worker(training.wait_for_world(3)[0])
     training.wait_for_world(3)
@@ -329,7 +326,7 @@ def test_a_state_without_a_model(trains):
 
 @pytest.mark.cold
 def test_an_agent_that_dies_while_its_template_starts(make):
-    """A template whose agent dies before it could ask the kernel for a signal ends all the same, and forks no worker."""
+    """A template whose agent dies while the template starts ends too, and forks no worker."""
     cluster = make("127.0.0.2:1", min=1)
     driver = psutil.Process(driver_pid(cluster))
     (agent,) = [child for child in driver.children() if ssh.AGENT in child.cmdline()]

@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 
 def meet_in_groups(folder):
-    """In every step each rank joins two groups of its own. The file `waits` exists while the last rank does not come."""
+    """Use two groups of the program in every step. With the file `hold` the last rank touches `waits`, and blocks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -39,9 +39,7 @@ def meet_in_groups(folder):
 
 
 def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make, tmp_path):
-    """When a rank that the others wait for in such a group is killed, the others raise, and the same processes train
-    on.
-    """
+    """When the others wait in such a group for a rank that is killed, they raise, and the same processes train on."""
     training = Training(make("localhost:3", min=1, max=3), tmp_path / "steps", meet_in_groups)
     for _ in range(3):
         ranks = training.wait_for_world(3)
@@ -59,7 +57,7 @@ def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make
 
 
 def destroy_a_group():
-    """Every rank takes part in a group, destroys it, and then one rank raises an error of the program."""
+    """Make and destroy a group on every rank; then rank 1 raises an error of the program."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What the programs of jobs print: log files, `job.logs()` and progress bars. No test harms a worker."""
+"""The output of jobs: log files, `job.logs()` and progress bars. No test ends a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import nbelastic as nbe
 from tests.support.waiting import until
 
 
-def speak():
+def print_in_many_ways():
     import subprocess
     import sys
 
@@ -23,8 +23,8 @@ def speak():
 
 
 def test_each_worker_has_its_log_files(cluster):
-    """stdout and stderr apart, whoever wrote it, a file per worker and job; nothing is overwritten by the next job."""
-    job = cluster.run(speak)
+    """Each worker has two files per job, for stdout and stderr, also of child processes; the next job changes neither."""
+    job = cluster.run(print_in_many_ways)
     job.result(timeout=20)
     folder = cluster.log_dir / job.name
     for w in cluster.workers:
@@ -42,8 +42,8 @@ def test_each_worker_has_its_log_files(cluster):
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_jobs_in_quick_succession_keep_their_words_apart(cluster):
-    """Each ends with its words on their way, and the next begins at once: all of them arrive, where they belong."""
+def test_jobs_in_quick_succession_keep_their_output_apart(cluster):
+    """All output of a job arrives in the logs of that job, even if the next job begins at once."""
     jobs = []
     for number in range(20):
         jobs.append(cluster.run(print, f"job {number}"))
@@ -54,7 +54,7 @@ def test_jobs_in_quick_succession_keep_their_words_apart(cluster):
 
 
 def test_logs_of_a_job(cluster):
-    """`job.logs()` shows what was printed: of all, of one rank, of one worker."""
+    """`job.logs()` returns the output of all workers, of one rank or of one worker."""
 
     def program():
         @nbe.elastic
@@ -75,7 +75,7 @@ def test_logs_of_a_job(cluster):
         job.logs(rank=7)
 
 
-BARS = """
+BARS = """\
 import os, pathlib, sys, time
 from tqdm import tqdm
 from tqdm.auto import tqdm as auto
@@ -90,15 +90,15 @@ print("the last", "words", end="")
 """
 
 
-def test_what_has_no_newline_is_shown(cluster, tmp_path):
-    """Progress bars while they run, `tqdm.auto` as text; each is one line in the end. The last words need no newline."""
+def test_progress_bars_are_shown(cluster, tmp_path):
+    """A progress bar is shown while it runs, and is one line in the end. The last output needs no newline."""
     file = tmp_path / "go on "
     job = cluster.run_cell(BARS.format(file=str(file)))
     for step, name in enumerate(("plain", "auto")):
         until(lambda name=name: all(f"{name}:  50%" in job.logs(worker=w.id) for w in cluster.workers))
         file.with_name(f"go on {step}").touch()
     job.result(timeout=20)
-    for ending in ("auto: 100%", "the last words"):  # of two streams, which come one after the other
+    for ending in ("auto: 100%", "the last words"):  # stderr and stdout arrive one after the other
         until(lambda ending=ending: all(ending in job.logs(worker=w.id) for w in cluster.workers))
     for worker in cluster.workers:
         lines = job.logs(worker=worker.id).split("\n")
@@ -107,7 +107,7 @@ def test_what_has_no_newline_is_shown(cluster, tmp_path):
 
 
 def test_a_lot_of_output(cluster):
-    """Megabytes of output hold nobody up; the files have all of it."""
+    """Megabytes of output delay no worker; the log files have all of it."""
 
     def program():
         for number in range(30_000):

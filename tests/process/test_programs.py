@@ -1,4 +1,4 @@
-"""Functions as jobs on a cluster that no test harms: values, ranks, errors, arguments and stops."""
+"""Functions as jobs on a shared cluster, whose workers no test ends: values, ranks, errors, arguments and stops."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from tests.support.waiting import until
 
 
 def test_one_value_per_rank(cluster):
-    """`result()` lists what the ranks returned, by rank; arguments arrive."""
+    """`result()` lists the values that the ranks return, by rank; each rank gets the arguments."""
 
     def program(factor, offset=0):
         @nbe.elastic
@@ -27,7 +27,7 @@ def test_one_value_per_rank(cluster):
 
 
 def test_a_program_without_a_world(cluster):
-    """A function without an elastic loop just runs everywhere."""
+    """A function without an elastic loop runs on all workers."""
     pids = cluster.run(os.getpid).result(timeout=20)
     assert sorted(pids) == sorted(w.pid for w in cluster.workers)
 
@@ -43,7 +43,7 @@ def test_ranks_and_groups(cluster):
 
 
 def raising(how, where="all", when=0):
-    """Train `when` steps, then fail as `how` says, on rank 1 or on all of them."""
+    """Train `when` steps; then raise the error `how`, on rank 1 or on all ranks. With `when=-1` train without end."""
 
     class Unpicklable(Exception):
         def __init__(self, one, two):
@@ -87,8 +87,8 @@ def raising(how, where="all", when=0):
 
 @pytest.mark.parametrize("when", [0, 5], ids=["in the first step", "later"])
 @pytest.mark.parametrize("where", ["one", "all"])
-def test_an_exception_of_the_users_ends_the_job(cluster, where, when):
-    """With the failing rank and its own traceback, and nothing of ours in it; the next job runs on the same workers."""
+def test_an_exception_of_the_user_fails_the_job(cluster, where, when):
+    """The job's error names the rank and has the traceback without nbelastic's frames; the next job runs."""
     error = cluster.run(raising, "ValueError", where, when).exception(timeout=20)
     assert isinstance(error, nbe.JobError)
     assert error.rank == 1 if where == "one" else error.rank in (0, 1, 2)
@@ -111,8 +111,8 @@ def test_an_exception_of_the_users_ends_the_job(cluster, where, when):
         ("surrogate", "ValueError: 4711 "),
     ],
 )
-def test_odd_exceptions_end_the_job_too(cluster, how, said):
-    """Whatever is raised: the job fails soon, and says what it was."""
+def test_odd_exceptions_fail_the_job_too(cluster, how, said):
+    """Each kind of exception fails the job soon, and the job's error shows it, shortened."""
     error = cluster.run(raising, how, "one", 3).exception(timeout=10)
     assert error.rank == 1
     assert said in str(error)
@@ -131,20 +131,20 @@ def test_an_exception_outside_the_loop(cluster):
 
 
 def test_one_rank_fails_outside_the_loop(cluster):
-    """The others wait for it in the loop; the job fails all the same."""
+    """When one rank fails outside the loop and the others wait for it in the loop, the job fails."""
     victim = cluster.workers[0].pid
 
     def program(victim):
         if os.getpid() == victim:
             raise LookupError("one only")
-        return raising("ValueError", "nobody", -1)
+        return raising("ValueError", "none", -1)
 
     error = cluster.run(program, victim).exception(timeout=20)
     assert "LookupError: one only" in str(error)
 
 
 def test_a_value_that_cannot_be_sent(cluster):
-    """Results travel by pickle: what cannot is the program's error, and says so."""
+    """A result that cannot be pickled is an error of the program, which names the type."""
     error = cluster.run(lambda: (line for line in "abc")).exception(timeout=20)
     assert "generator" in str(error)
 
@@ -161,7 +161,7 @@ class Counted:
 
 
 def test_arguments_are_pickled_once_for_all_workers(cluster):
-    """Three workers get the same bytes; what the notebook changes in an argument after `run` no longer matters."""
+    """`run` pickles its arguments once: changes that the notebook makes afterwards do not reach the workers."""
 
     def program(one, two):
         @nbe.elastic
@@ -178,7 +178,7 @@ def test_arguments_are_pickled_once_for_all_workers(cluster):
 
 
 def test_a_function_that_cannot_be_sent(cluster):
-    """It is refused at once, and what cannot be pickled is named: an argument, or what the function or one of its helpers uses."""
+    """`run` raises at once, and names the argument or the name in the function that cannot be pickled."""
     lock = threading.Lock()
 
     def helper():
@@ -196,8 +196,8 @@ def test_a_function_that_cannot_be_sent(cluster):
 
 
 def test_errors_of_use_are_clear(cluster):
-    """What cannot be asked for is refused in one line that says what to do."""
-    job = cluster.run(raising, "", "nobody", -1)
+    """A call that is impossible now raises one line that explains why or what to do."""
+    job = cluster.run(raising, "", "none", -1)
     with pytest.raises(nbe.UsageError, match="is still running"):
         cluster.run(os.getpid)
     with pytest.raises(nbe.UsageError, match="cells run between jobs"):
@@ -214,8 +214,8 @@ def test_errors_of_use_are_clear(cluster):
 
 
 def test_a_job_counts_from_its_submission(cluster):
-    """When `run` returns the status has the job: cells and other jobs are refused, and it can be stopped."""
-    job = cluster.run(raising, "", "nobody", -1)
+    """When `run` returns, the status shows the job, cells and other jobs are refused, and the job can be stopped."""
+    job = cluster.run(raising, "", "none", -1)
     assert cluster.status().job == job.name
     with pytest.raises(nbe.UsageError, match="cells run between jobs"):
         cluster.execute("1")
@@ -226,8 +226,8 @@ def test_a_job_counts_from_its_submission(cluster):
 
 
 def test_a_job_is_stopped(cluster):
-    """`job.stop()` ends a training that would go on for ever; `result()` says by whom. Twice is fine."""
-    job = cluster.run(raising, "", "nobody", -1)
+    """`job.stop()` ends a training without end, `result()` names the client, and a second stop has no effect."""
+    job = cluster.run(raising, "", "none", -1)
     until(lambda: cluster.status().step > 10)
     job.stop()
     with pytest.raises(nbe.JobStoppedError, match="stopped by you"):
@@ -238,16 +238,16 @@ def test_a_job_is_stopped(cluster):
 
 
 def test_a_job_is_stopped_before_its_world(cluster):
-    """Stopping works in the very first moment, too."""
+    """A job can be stopped before its first generation forms."""
     for _ in range(5):
-        job = cluster.run(raising, "", "nobody", -1)
+        job = cluster.run(raising, "", "none", -1)
         job.stop()
         with pytest.raises(nbe.JobStoppedError):
             job.result(timeout=20)
 
 
-def test_the_loop_must_get_a_state(cluster):
-    """An elastic function without a state is an error that says so."""
+def test_an_elastic_function_needs_a_state(cluster):
+    """An elastic function without a state as its first argument fails the job with that reason."""
 
     def program():
         nbe.elastic(lambda state: None)({})
@@ -255,8 +255,8 @@ def test_the_loop_must_get_a_state(cluster):
     assert "first argument must be an nbelastic state" in str(cluster.run(program).exception(timeout=20))
 
 
-def test_one_elastic_function_a_job(cluster):
-    """A second one is refused with what to do."""
+def test_one_elastic_function_per_job(cluster):
+    """A second elastic function in a job fails the job, and the error advises two jobs."""
 
     def program():
         nbe.elastic(lambda state: None)(nbe.ObjectState())
@@ -265,8 +265,8 @@ def test_one_elastic_function_a_job(cluster):
     assert "run two jobs" in str(cluster.run(program).exception(timeout=20))
 
 
-def test_ranks_count_the_same_commits_whichever_runs_a_backward_pass(cluster):
-    """One rank looks at gradients of its own before a commit without a step: that commit counts on no rank."""
+def test_ranks_count_the_same_commits_when_one_runs_a_backward_pass(cluster):
+    """A commit without a step, before which only one rank made a backward pass, counts on no rank."""
 
     def program():
         import torch
@@ -291,7 +291,7 @@ def test_ranks_count_the_same_commits_whichever_runs_a_backward_pass(cluster):
 
 
 def test_reports_reach_the_status(cluster):
-    """What rank 0 last reported is in the status while the job runs; a loss that is no number is an event, once."""
+    """The status of a running job has the newest report of rank 0; a loss that is not finite makes one event."""
 
     def program():
         @nbe.elastic
@@ -309,7 +309,7 @@ def test_reports_reach_the_status(cluster):
     assert cluster.status().report["rank"] == 0
     until(lambda: cluster.status().step > 5)  # a report may be sent before its commit is made
     until(lambda: (cluster.status().steps_per_second or 0) > 1)
-    (told,) = (event.text for event in cluster.events if event.kind == "not-finite")
-    assert told.startswith("loss is no longer a finite number: rank 0 reported this at commit ")
+    (text,) = (event.text for event in cluster.events if event.kind == "not-finite")
+    assert text.startswith("loss is no longer a finite number: rank 0 reported this at commit ")
     job.stop()
     job.wait(timeout=20)

@@ -1,4 +1,4 @@
-"""The README's program is a script that runs as it is printed. (Its example is the quickstart, which is run as a notebook.)"""
+"""The README's program runs as a script. (Its other example is the quickstart, which is tested as a notebook.)"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.code_blocks import ROOT, blocks
 
 @pytest.mark.cold  # agents start here as users' agents do
 def test_the_readmes_script_runs(tmp_path):
-    """A cluster of two, a training of 200 steps, a host that is added meanwhile, and a value per rank."""
+    """The README's program trains 200 steps, adds a host meanwhile, and returns one value per rank."""
     (block,) = [block for block in blocks("python", pages=[ROOT / "README.md"]) if "nbe.Cluster(" in block.code]
     script = tmp_path / "train.py"
     script.write_text(f"{block.code}\nimport json\nprint(json.dumps(results))\n")

@@ -18,13 +18,13 @@ def texts(cluster, kind):
 
 
 def never_broken(training):
-    """No generation was broken, no host lost, no slot put in back-off."""
+    """Check that no generation was broken, no host was lost, and no slot went into back-off."""
     kinds = {event.kind for event in training.cluster.events}
     assert not kinds & {"world-broken", "host-lost", "slot-backoff"}
     return True
 
 
-def test_a_host_comes_and_goes(trains):
+def test_a_host_joins_and_leaves(trains):
     """An added host joins as soon as it is ready; a removed one leaves at a commit, and its workers exit cleanly."""
     training = trains("localhost:2", min=1)
     old = [w.id for w in training.wait_for_world(2)]
@@ -41,7 +41,7 @@ def test_a_host_comes_and_goes(trains):
     assert [w.restarts for w in training.cluster.workers] == [0, 0]
 
 
-def test_the_oldest_host_goes(trains):
+def test_the_oldest_host_is_removed(trains):
     """When the host of rank 0 is removed, the oldest survivor becomes rank 0 and holds the state."""
     training = trains("localhost:1,127.0.0.2:1,127.0.0.3:1", min=3)
     before = training.wait_for_world(3)
@@ -52,7 +52,7 @@ def test_the_oldest_host_goes(trains):
     assert never_broken(training)
 
 
-def test_a_host_is_taken_away_at_once(trains):
+def test_a_host_is_removed_at_once(trains):
     """`now=True` breaks the generation without counting a failure: the host's workers end at once, the others recover."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     (victim,) = [w for w in training.wait_for_world(3) if w.host == "127.0.0.2"]
@@ -61,7 +61,9 @@ def test_a_host_is_taken_away_at_once(trains):
     training.wait_for_world(2)
     training.finish()
     assert not texts(training.cluster, "slot-backoff")
-    until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"])  # its agent reports the end
+    until(
+        lambda: [host.name for host in training.cluster.hosts] == ["localhost"]
+    )  # when its agent has reported the end
 
 
 def test_added_and_removed_at_once(trains):
@@ -140,7 +142,7 @@ def test_scaling(trains):
     assert never_broken(training)
 
 
-def test_a_spare_steps_in(trains):
+def test_a_spare_replaces_a_lost_worker(trains):
     """A spare worker waits without a rank, and takes the place of a lost one."""
     training = trains("localhost:3", min=1, max=2, spares=1)
     training.wait_for_world(2)
@@ -154,7 +156,7 @@ def test_a_spare_steps_in(trains):
     training.finish()
 
 
-def test_setup_cells_reach_those_who_join_later(make, tmp_path):
+def test_setup_cells_run_on_newcomers(make, tmp_path):
     """A setup cell runs on every worker at once, and on each newcomer before its first job."""
     cluster = make("localhost:1", min=1)
     rows = cluster.execute("word = 'hello'", setup=True, timeout=20)
@@ -203,7 +205,7 @@ def test_a_newcomer_that_fails_in_its_program(make, tmp_path):
             raise LookupError("not me")
         return programs.train(folder)
 
-    training = Training(cluster, tmp_path / "steps", _given_folder, cluster.workers[0].pid, program)
+    training = Training(cluster, tmp_path / "steps", _run_with_folder, cluster.workers[0].pid, program)
     training.wait_for_world(1)
     cluster.add_host("127.0.0.2:1")
     until(lambda: texts(cluster, "worker-failed"))
@@ -211,11 +213,11 @@ def test_a_newcomer_that_fails_in_its_program(make, tmp_path):
     assert len(training.finish()) == 1
 
 
-def _given_folder(folder, old, program):
+def _run_with_folder(folder, old, program):
     return program(folder, old)
 
 
-def test_a_joiner_dies_while_joining(trains):
+def test_a_newcomer_dies_while_it_joins(trains):
     """A newcomer that is killed before or while it joins costs the others at most one recovery."""
     import os
     import signal
@@ -224,9 +226,9 @@ def test_a_joiner_dies_while_joining(trains):
     training.wait_for_world(2)
     for pause in (0.05, 0.3):
         training.cluster.add_host("127.0.0.2:1")
-        joiner = until(lambda: [w for w in training.cluster.workers if w.host == "127.0.0.2" and w.pid])[0]
+        newcomer = until(lambda: [w for w in training.cluster.workers if w.host == "127.0.0.2" and w.pid])[0]
         time.sleep(pause)  # between its fork and its first step
-        os.kill(joiner.pid, signal.SIGKILL)
+        os.kill(newcomer.pid, signal.SIGKILL)
         training.wait_for_world(3)
         training.cluster.remove_host("127.0.0.2")
         training.wait_for_world(2)

@@ -16,10 +16,8 @@ def orders(cluster):
     return {order.id: (order.word, order.why) for order in cluster.status().orders}
 
 
-def test_a_worker_is_restarted_by_hand(trains):
-    """A requested restart replaces one worker without a lost step or a failure of its slot; it is done when the new one
-    is ready.
-    """
+def test_a_client_restarts_a_worker(trains):
+    """A requested restart replaces one worker without a lost step or a failure of its slot."""
     training = trains("localhost:3", min=1, max=3)
     victim = training.wait_for_world(3)[1]
     training.cluster.order({"order": "restart", "worker": victim.id, "id": "mine"}, by="a test")
@@ -33,7 +31,7 @@ def test_a_worker_is_restarted_by_hand(trains):
     assert not [event for event in training.cluster.events if event.kind == "slot-backoff"]
 
 
-def test_an_order_that_cannot_be_carried_out_is_refused_with_its_reason(make):
+def test_a_refused_request_has_its_reason(make):
     """A refused request has its reason in the status and in the event log."""
     cluster = make("localhost:1")
     cluster.order({"order": "remove_host", "host": "gpu7", "id": "x"}, by="dashboard")
@@ -44,8 +42,8 @@ def test_an_order_that_cannot_be_carried_out_is_refused_with_its_reason(make):
     assert until(refused) == [f"dashboard: {why}"]
 
 
-def test_a_page_gone_wild_is_not_let_in(make):
-    """Of hundreds of requests at once some are taken and the rest refused; the list in the status stays short."""
+def test_too_many_requests_at_once_are_refused(make):
+    """The driver carries out some of hundreds of requests and refuses the others; the list in the status stays short."""
     cluster = make("localhost:1", cooldown=(60, 300))
     for n in range(300):
         cluster.order({"order": "add_host", "host": f"nowhere{n}.invalid", "id": f"o{n}"}, by="a test")
@@ -56,7 +54,7 @@ def test_a_page_gone_wild_is_not_let_in(make):
     until(lambda: {word for word, _ in orders(cluster).values()} == {"refused", "done"}, what="all to have ended")
 
 
-def test_the_last_order_stops_the_cluster(make):
+def test_a_request_stops_the_cluster(make):
     """A request to stop the cluster is done when everything has ended."""
     cluster = make("localhost:1")
     cluster.order({"order": "stop", "id": "last"}, by="dashboard")
@@ -89,7 +87,7 @@ def hang(folder):
     loop(state)
 
 
-def test_stacks_tell_why_a_training_hangs(make, tmp_path):
+def test_stacks_show_why_a_training_hangs(make, tmp_path):
     """When one rank sleeps in the user's function and the others wait in all_reduce, each stack dump shows that."""
     cluster = make("localhost:3", min=3, silence=2)
     job = cluster.run(hang, str(tmp_path))
@@ -114,21 +112,22 @@ def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
     stopped, other = cluster.workers
     until(lambda: all(stack.text for stack in cluster.stacks()))
     os.kill(stopped.pid, signal.SIGSTOP)
-    look = lambda: {stack.worker: stack.text for stack in cluster.stacks(timeout=0.05)}
-    # A process stops when the kernel next runs one of its threads: on a busy machine it may answer once more.
-    shown = until(lambda: (found := look())[other.id] and not found.get(stopped.id) and found, what="one answer of two")
+    shown_stacks = lambda: {stack.worker: stack.text for stack in cluster.stacks(timeout=0.05)}
+    # A process stops when Linux next runs one of its threads: on a busy machine it may answer once more.
+    shown = until(
+        lambda: (found := shown_stacks())[other.id] and not found.get(stopped.id) and found, what="one answer of two"
+    )
     assert shown[other.id] == "no user code is running\n"
 
 
-def test_a_break_says_how_long_each_part_took(trains):
+def test_a_recovery_logs_how_long_each_part_took(trains):
     """The log has the milliseconds of each part of a recovery: detect, abort, form, transfer, first step."""
     explained = {"grace": 20}  # seconds: the loss is the reason, even if the agent reports it late
     training = trains("localhost:3", min=1, cooldown=(60, 60), timeouts=explained)
     victim = training.wait_for_world(3)[0]
     training.signal_worker(victim)  # the first failure restarts at once
-    training.signal_worker(
-        next(w for w in training.wait_for_world(3) if w.slot == victim.slot)
-    )  # its slot is in back-off now, so no newcomer joins
+    replacement = next(w for w in training.wait_for_world(3) if w.slot == victim.slot)
+    training.signal_worker(replacement)  # its slot is in back-off now, so no newcomer joins
     training.wait_for_world(2)
     training.finish()
     events = lambda kind: [event for event in training.cluster.events if event.kind == kind]

@@ -1,4 +1,4 @@
-"""Hosts that a script or a third party names: the list changes, it breaks, and the training goes on."""
+"""Discovery by a script or a third party's package: its hosts change, it fails, and the training goes on."""
 
 import asyncio
 import os
@@ -19,14 +19,14 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def script(tmp_path):
-    """A discovery script; `say(hosts)` changes what it prints, `fail()` breaks it."""
+    """A discovery script: `list_hosts(...)` sets the hosts that it prints, `fail()` and `hang()` break it."""
 
     class Script:
         path = tmp_path / "hosts.sh"
         pids = tmp_path / "pids"
 
         def hang(self):
-            """It never answers, and neither does the child that it waits for."""
+            """Make the script wait for a child that never ends."""
             self.write(f"sleep 1000 & echo $$ $! > {self.pids}; wait")
 
         def processes(self):
@@ -38,7 +38,7 @@ def script(tmp_path):
             other.chmod(0o755)
             other.rename(self.path)
 
-        def say(self, *hosts):
+        def list_hosts(self, *hosts):
             self.write("\n".join(f"echo {host}" for host in hosts))
 
         def fail(self):
@@ -47,25 +47,25 @@ def script(tmp_path):
     return Script()
 
 
-def test_hosts_come_and_go_as_the_script_says(trains, script):
+def test_hosts_follow_the_output_of_the_script(trains, script):
     """A new line adds a host, a missing one drains it, another number changes its slots."""
-    script.say("localhost:1")
+    script.list_hosts("localhost:1")
     training = trains(None, discovery=str(script.path), min=1)
     training.wait_for_world(1)
-    script.say("localhost:1", "127.0.0.2")
+    script.list_hosts("localhost:1", "127.0.0.2")
     training.wait_for_world(1 + (os.cpu_count() or 1))
-    script.say("localhost:1", "127.0.0.2:1")
+    script.list_hosts("localhost:1", "127.0.0.2:1")
     training.wait_for_world(2)
-    script.say("127.0.0.2:1")
+    script.list_hosts("127.0.0.2:1")
     training.wait_for_world(1)
     assert [w.host for w in training.cluster.workers if w.rank is not None] == ["127.0.0.2"]
     training.finish()
     assert not [event for event in training.cluster.events if event.kind in ("world-broken", "host-lost")]
 
 
-def test_a_script_that_fails_later_is_warned_about_once(trains, script):
-    """The last good answer is kept, and the script tried again."""
-    script.say("localhost:1", "127.0.0.2:1")
+def test_a_script_that_fails_later_makes_one_event_per_error(trains, script):
+    """When the script fails, the cluster keeps the last good hosts, and runs the script again."""
+    script.list_hosts("localhost:1", "127.0.0.2:1")
     training = trains(None, discovery=str(script.path), min=1)
     training.wait_for_world(2)
     failures = lambda: [event.text for event in training.cluster.events if event.kind == "discovery-failed"]
@@ -77,7 +77,7 @@ def test_a_script_that_fails_later_is_warned_about_once(trains, script):
     until(lambda: len(failures()) == 2)
     assert "localhost:x" in failures()[1]
     training.wait_for_world(2)
-    script.say("localhost:1")
+    script.list_hosts("localhost:1")
     training.wait_for_world(1)
     assert len(failures()) == 2
     assert [e.kind for e in training.cluster.events if "discovery" in e.kind][-1] == "discovery-recovered"
@@ -85,7 +85,7 @@ def test_a_script_that_fails_later_is_warned_about_once(trains, script):
 
 
 def test_a_script_that_fails_at_first(script):
-    """`start()` raises at once, with the exit code and what the script said."""
+    """`start()` raises at once, with the exit code and the stderr of the script."""
     script.fail()
     cluster = nbe.Cluster(discovery=str(script.path))
     with pytest.raises(nbe.ClusterStoppedError, match=r"exit code 7: the inventory is down"):
@@ -94,14 +94,14 @@ def test_a_script_that_fails_at_first(script):
 
 
 @pytest.mark.parametrize(
-    ("does", "within", "why"),
+    ("commands", "limit", "why"),
     [("sleep 1000", 0.5, "within 0.5 s"), ("echo a:1; echo b:x", discovery.SCRIPT_TIMEOUT, "line 2: 'b:x'")],
 )
-def test_a_script_that_hangs_or_prints_junk_at_first(script, monkeypatch, does, within, why):
-    """That is no start either."""
+def test_a_script_that_hangs_or_prints_no_hosts_at_first(script, monkeypatch, commands, limit, why):
+    """`start()` raises with the reason when the script does not answer in time or prints something else."""
     driver_thread.use_driver_threads(monkeypatch)
-    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", within)
-    script.write(does)
+    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", limit)
+    script.write(commands)
     cluster = nbe.Cluster(discovery=str(script.path))
     with pytest.raises(nbe.ClusterStoppedError, match=why):
         cluster.start(timeout=20)
@@ -109,33 +109,33 @@ def test_a_script_that_hangs_or_prints_junk_at_first(script, monkeypatch, does, 
 
 
 def test_a_script_that_is_not_there(tmp_path):
-    """The error names it and what to check."""
+    """The error names the missing script and what to check."""
     with pytest.raises((nbe.ClusterStoppedError, nbe.UsageError), match=r"nowhere.sh.*check its path"):
         nbe.Cluster(discovery=str(tmp_path / "nowhere.sh")).start(timeout=20)
 
 
 def test_a_script_that_hangs_later(trains, script, monkeypatch):
-    """It is warned about, its children are killed with it, and the training does not notice."""
+    """A script that hangs is reported and killed with its children; the training goes on."""
     driver_thread.use_driver_threads(monkeypatch)
-    script.say("localhost:1")
+    script.list_hosts("localhost:1")
     training = trains(None, discovery=str(script.path), min=1)
     training.wait_for_world(1)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
-    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", 1.0)  # from here on: one that answers may take longer
+    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", 1.0)  # only now: the first answer may take longer
     script.hang()
     until(lambda: kinds() == ["discovery-failed"])
     (text,) = [event.text for event in training.cluster.events if event.kind == "discovery-failed"]
     assert "did not answer within 1 s" in text
     until(script.processes)
-    script.say("localhost:1")
+    script.list_hosts("localhost:1")
     until(lambda: kinds() == ["discovery-failed", "discovery-recovered"])
     until(lambda: not [pid for pid in script.processes() if alive(pid)])
     training.finish()
 
 
 def test_a_stopped_cluster_leaves_no_script(make, script):
-    """A script that is under way when the cluster stops is killed with its children."""
-    script.say("localhost:1")
+    """A script that runs when the cluster stops is killed with its children."""
+    script.list_hosts("localhost:1")
     cluster = make(None, discovery=str(script.path))
     script.hang()
     until(script.processes)
@@ -145,7 +145,7 @@ def test_a_stopped_cluster_leaves_no_script(make, script):
 
 
 class BlockingHosts:
-    """Answers until told to block, and then blocks its thread as no coroutine should."""
+    """A discovery that blocks its thread while `go_on` is clear, as no coroutine should."""
 
     def __init__(self):
         self.go_on = threading.Event()
@@ -157,7 +157,7 @@ class BlockingHosts:
 
 
 def test_a_third_partys_discovery_that_blocks(trains, monkeypatch):
-    """It delays nothing: it is warned about, the training and the driver go on, and it is asked again afterwards."""
+    """A discovery that blocks is reported and asked again; the training and the driver go on meanwhile."""
     monkeypatch.setattr(discovery, "DISCOVERY_TIMEOUT", 0.5)
     found = BlockingHosts()
     training = trains(None, discovery=found, min=1)
@@ -178,8 +178,8 @@ def test_a_third_partys_discovery_that_blocks(trains, monkeypatch):
 # ---- without a cluster ----
 
 
-def ask(found):
-    """One look, as the driver takes it."""
+def hosts_of(found):
+    """The hosts that this discovery answers with, in the way that the driver asks it."""
 
     async def look():
         thread = discovery.DiscoveryThread(found)
@@ -192,67 +192,67 @@ def ask(found):
 
 
 def test_arguments_and_the_folder_of_the_start(script, monkeypatch):
-    """`./hosts.sh gpu '2 3'` is a script with two arguments, found from the folder in which it was named."""
+    """`./hosts.sh gpu '2 3'` is a script with two arguments, found in the folder that was current then."""
     script.write("echo $1-$#; cat more")
     (script.path.parent / "more").write_text("c:3\n")
     monkeypatch.chdir(script.path.parent)
     found = discovery.find_discovery("./hosts.sh gpu '2 3'", None, 4)
     monkeypatch.chdir("/")
-    assert ask(found) == ["gpu-2:4", "c:3"]
+    assert hosts_of(found) == ["gpu-2:4", "c:3"]
 
 
 def test_a_path_with_blanks_needs_no_quotes(script, tmp_path):
-    """What is a file as it stands is taken as one."""
-    script.say("a:1")
+    """A text that names an existing file is not split at its blanks."""
+    script.list_hosts("a:1")
     other = tmp_path / "my hosts.sh"
     script.path.rename(other)
-    assert ask(discovery.find_discovery(str(other), 1)) == ["a:1"]
+    assert hosts_of(discovery.find_discovery(str(other), 1)) == ["a:1"]
 
 
 def test_a_program_on_the_path(script, monkeypatch):
-    """`hosts.sh` without a folder is looked for here, then on the PATH."""
-    script.say("a:1")
+    """`hosts.sh` without a folder is found on the PATH."""
+    script.list_hosts("a:1")
     monkeypatch.setenv("PATH", str(script.path.parent), prepend=":")
-    assert ask(discovery.find_discovery("hosts.sh", 1)) == ["a:1"]
+    assert hosts_of(discovery.find_discovery("hosts.sh", 1)) == ["a:1"]
 
 
 def test_a_script_gets_no_input(script):
-    """It cannot eat what was typed for somebody else."""
+    """A script cannot read the standard input of this process."""
     script.write("cat; echo a")
-    assert ask(discovery.ScriptDiscovery(str(script.path))) == ["a:1"]
+    assert hosts_of(discovery.ScriptDiscovery(str(script.path))) == ["a:1"]
 
 
-def test_what_a_script_leaves_behind_is_not_waited_for(script):
+def test_children_that_a_script_leaves_behind_are_killed(script):
     """A child in the background that keeps the output open neither delays the answer nor stays."""
     script.write(f"sleep 1000 & echo $! > {script.pids}; echo a:2")
     begun = time.monotonic()
-    assert ask(discovery.ScriptDiscovery(str(script.path))) == ["a:2"]
+    assert hosts_of(discovery.ScriptDiscovery(str(script.path))) == ["a:2"]
     assert time.monotonic() - begun < 60
     until(lambda: not alive(*script.processes()))
 
 
-def test_a_child_that_leaves_the_group_is_not_waited_for(script):
-    """As ssh's masters do: it stays, and the answer comes all the same."""
+def test_a_child_that_leaves_the_group_does_not_delay_the_answer(script):
+    """A child in another process group, like ssh's master, stays; the answer arrives without waiting for it."""
     leaves = f"setsid sh -c 'echo $$ > {script.pids}; exec sleep 1000'"
     script.write(f"{leaves} & until [ -s {script.pids} ]; do sleep 0.01; done; echo a:2")
     try:
-        assert ask(discovery.ScriptDiscovery(str(script.path))) == ["a:2"]
+        assert hosts_of(discovery.ScriptDiscovery(str(script.path))) == ["a:2"]
     finally:
         os.kill(*script.processes(), 9)
 
 
 @pytest.mark.parametrize("where", ["", " >&2"])
 def test_a_script_that_writes_without_end(script, where):
-    """After 1 MiB it is stopped."""
+    """A script that writes more than 1 MiB is stopped with an error."""
     script.write(f"yes localhost:1{where}")
     with pytest.raises(nbe.DiscoveryError, match="wrote more than 1 MiB"):
-        ask(discovery.ScriptDiscovery(str(script.path)))
+        hosts_of(discovery.ScriptDiscovery(str(script.path)))
 
 
 def test_much_output_below_the_limit_is_read(script):
-    """More than a pipe holds, on both streams."""
+    """Output that is more than a pipe holds is read, on both streams."""
     script.write("yes localhost:1 | head -n 60000; yes x | head -n 300000 >&2")
-    assert ask(discovery.ScriptDiscovery(str(script.path))) == ["localhost:1"]
+    assert hosts_of(discovery.ScriptDiscovery(str(script.path))) == ["localhost:1"]
 
 
 @pytest.mark.parametrize(
@@ -267,26 +267,26 @@ def test_much_output_below_the_limit_is_read(script):
 )
 def test_what_scripts_may_print(script, output, hosts):
     script.write(f"cat <<END\n{output}\nEND")
-    assert ask(discovery.ScriptDiscovery(str(script.path), 4)) == hosts
+    assert hosts_of(discovery.ScriptDiscovery(str(script.path), 4)) == hosts
 
 
-@pytest.mark.parametrize("junk", ["h:x", "h:-1", "h:1:2", "h:0", "-oProxyCommand=x", "<html>"])
-def test_junk_is_named_with_its_line(script, junk):
-    script.write(f"cat <<END\na:1\n{junk}\nEND")
+@pytest.mark.parametrize("bad_line", ["h:x", "h:-1", "h:1:2", "h:0", "-oProxyCommand=x", "<html>"])
+def test_a_bad_line_is_named_with_its_number(script, bad_line):
+    script.write(f"cat <<END\na:1\n{bad_line}\nEND")
     with pytest.raises(nbe.DiscoveryError, match=r"hosts\.sh did not print a list of hosts: line 2: .*") as caught:
-        ask(discovery.ScriptDiscovery(str(script.path)))
-    assert junk in str(caught.value)
+        hosts_of(discovery.ScriptDiscovery(str(script.path)))
+    assert bad_line in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["nowhere.sh", "./nowhere.sh", "/etc/passwd", "/tmp", "slurn"])
-def test_a_name_that_is_nothing(text):
-    """One line that names what there is."""
+def test_a_name_that_is_not_found(text):
+    """The error of an unknown name lists the installed discoveries."""
     with pytest.raises(nbe.UsageError, match=r"is neither an executable file nor an installed discovery \(.*slurm.*\)"):
         discovery.find_discovery(text, 1)
 
 
 @pytest.mark.parametrize("text", ["", "  ", "it's"])
-def test_a_command_that_is_none(text):
+def test_a_text_that_is_not_a_command(text):
     with pytest.raises(nbe.UsageError, match=r"is empty|is not a valid command"):
         discovery.find_discovery(text, 1)
 
@@ -295,8 +295,8 @@ def test_a_command_that_is_none(text):
 
 
 @contextmanager
-def installed(monkeypatch, folder, **modules):
-    """Packages that offer discoveries, as pip would have left them: `installed(…, cloud="def find(slots): …")`."""
+def installed_discoveries(monkeypatch, folder, **modules):
+    """Write packages as pip installs them, with a discovery each: `installed_discoveries(…, cloud="def find(slots): …")`."""
     for name, code in modules.items():
         (folder / f"their_{name}.py").write_text(code)
         info = folder / f"their_{name}-1.0.dist-info"
@@ -320,14 +320,14 @@ find = Cloud
 
 
 def test_an_installed_discovery_by_its_name(monkeypatch, tmp_path, script):
-    """It is called with the slots; None if nobody gave a number. A script of the same name does not hide it."""
-    script.say("a:1")
+    """An installed discovery gets the slots, or None without a number. A script of the same name does not hide it."""
+    script.list_hosts("a:1")
     script.path.rename(tmp_path / "cloud")
     monkeypatch.chdir(tmp_path)
-    with installed(monkeypatch, tmp_path, cloud=CLOUD):
-        assert ask(discovery.find_discovery("cloud", 2)) == ["cloud1:2"]
-        assert ask(discovery.find_discovery("cloud", None, 4)) == ["cloud1:8"]
-        assert ask(discovery.find_discovery("./cloud", None, 4)) == ["a:1"]
+    with installed_discoveries(monkeypatch, tmp_path, cloud=CLOUD):
+        assert hosts_of(discovery.find_discovery("cloud", 2)) == ["cloud1:2"]
+        assert hosts_of(discovery.find_discovery("cloud", None, 4)) == ["cloud1:8"]
+        assert hosts_of(discovery.find_discovery("./cloud", None, 4)) == ["a:1"]
         with pytest.raises(nbe.UsageError, match=r"\(cloud, slurm\)"):
             discovery.find_discovery("clod", 1)
 
@@ -341,27 +341,27 @@ def test_an_installed_discovery_by_its_name(monkeypatch, tmp_path, script):
     ],
 )
 def test_an_installed_discovery_that_does_not_work(monkeypatch, tmp_path, code, why):
-    """One clear error that says whose it is."""
-    with installed(monkeypatch, tmp_path, broken=code):
+    """An installed discovery that does not work raises one error that names its package."""
+    with installed_discoveries(monkeypatch, tmp_path, broken=code):
         monkeypatch.delitem(sys.modules, "their_broken", raising=False)
         with pytest.raises(nbe.UsageError, match=rf"'broken' \(their_broken:find\) .*{why}"):
             discovery.find_discovery("broken", 1)
 
 
-class Saying:
-    """A third party's discovery that gives or raises what it is told to."""
+class FixedAnswer:
+    """A third party's discovery that returns or raises one answer."""
 
-    def __init__(self, said):
-        self.said = said
+    def __init__(self, answer):
+        self.answer = answer
 
     async def hosts(self):
-        if isinstance(self.said, Exception):
-            raise self.said
-        return self.said
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("answer", "why"),
     [
         (KeyError("x"), r"raised KeyError\('x'\)"),
         (TimeoutError(), "raised TimeoutError"),
@@ -372,19 +372,19 @@ class Saying:
         ([HostSpec("a", 1, ""), HostSpec("a", 2, "")], "'a' more than once"),
     ],
 )
-def test_nonsense_of_third_parties(said, why):
-    """Whatever they give or raise is an error that the driver understands."""
+def test_wrong_answers_of_third_parties(answer, why):
+    """Each wrong answer or exception of a third party's discovery becomes an NbelasticError."""
     with pytest.raises(nbe.NbelasticError, match=why):
-        ask(Saying(said))
+        hosts_of(FixedAnswer(answer))
 
 
 def test_errors_that_differ_in_numbers_are_one(script):
-    """A script that writes the time of day to stderr is warned about once."""
+    """Two errors that differ only in the time of day are one error to the driver."""
     script.write("echo down at $(date +%H:%M:%S.%N) >&2; exit 1")
     texts = set()
     for _ in range(2):
         with pytest.raises(nbe.DiscoveryError) as caught:
-            ask(discovery.ScriptDiscovery(str(script.path)))
+            hosts_of(discovery.ScriptDiscovery(str(script.path)))
         texts.add((str(caught.value), discovery.without_numbers(caught.value)))
     assert len(texts) == 2
     assert len({gist for _, gist in texts}) == 1

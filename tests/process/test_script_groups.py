@@ -1,4 +1,4 @@
-"""Worker groups of scripts: workers, nodes and hosts are killed, join and leave."""
+"""Worker groups of scripts: workers, nodes and hosts are lost, join and leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.processes import agent_of_node, alive, node_pid
 from tests.support.waiting import until
 
 
-def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
+def test_a_group_restarts_after_each_loss_and_join(make: Callable[..., nbe.Cluster], tmp_path):
     """After each loss of a worker, node or host, and after a join, all workers restart from the last checkpoint."""
     cooldown = (5, 5)  # the others make steps before the lost host is back
     cluster = make("localhost:2,127.0.0.2:1", min=1, cooldown=cooldown)
@@ -26,7 +26,9 @@ def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
     node = psutil.Process(node_pid(cluster, "localhost"))
     node.kill()  # its workers die with it, and the restart of the node does not count
     until(lambda: not alive(first.pid), what="the workers of the killed node to end")
-    until(lambda: any("its node ended (SIGKILL)" in event.text for event in cluster.events), what="its end to be known")
+    until(
+        lambda: any("its node ended (SIGKILL)" in event.text for event in cluster.events), what="its end to be reported"
+    )
     training.wait_for_world(3)
     agent_of_node(cluster, "127.0.0.2").kill()  # the whole host is lost
     training.wait_for_world(2, timeout=20)
@@ -36,13 +38,15 @@ def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
     broken = [event.text for event in cluster.events if event.kind == "world-broken"]
     cluster.remove_host("localhost")  # the host of rank 0
     assert [row.host for row in training.wait_for_world(2)] == ["127.0.0.2", "127.0.0.3"]
-    assert [event.text for event in cluster.events if event.kind == "world-broken"] == broken, "a removal is no failure"
+    assert [event.text for event in cluster.events if event.kind == "world-broken"] == broken, (
+        "a removal does not count"
+    )
     lines = training.finish()
     assert max(line["restarts"] for line in lines) == 1, "changes of the membership do not count"
 
 
 def test_a_frozen_node_is_replaced(make: Callable[..., nbe.Cluster], tmp_path):
-    """A stopped node can neither watch nor answer: it is ended with its workers, and another takes its place."""
+    """A stopped node is ended with its workers, and another takes its place."""
     cluster = make("localhost:1,127.0.0.2:1", min=1)
     training = ScriptTraining(cluster, tmp_path / "training")
     before = training.wait_for_world(2)
@@ -62,13 +66,13 @@ def test_hosts_that_finish_early_wait_for_the_others(make: Callable[..., nbe.Clu
 
 
 def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
-    """When a cluster stops, a waiting torchrun prints that it is closed; one that starts later finds no cluster."""
+    """When a cluster stops, a torchrun that waits prints that it is closed, and a later one finds no cluster."""
     cluster = make("localhost:1")
     copy = tmp_path / "cluster.json"
     copy.write_bytes(cluster.connection_file().read_bytes())
     copy.chmod(0o600)
     with torchrun(*join_options(copy), REPORT, tmp_path) as run:
-        until(lambda: len(cluster.hosts) == 2, what="the guest")
+        until(lambda: len(cluster.hosts) == 2, what="the external node")
         cluster.stop()
         assert run.wait(40) != 0
         assert "is closed" in run.stdout.read()

@@ -1,4 +1,4 @@
-"""The stores that a node offers: which one a round uses when the driver moves the node meanwhile."""
+"""Stores that a node offers to a round, while the driver gives the node other addresses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nbelastic.torchrun.rendezvous import DriverRendezvous
 
 
 class MovingDriver:
-    """It moves the node several times after its first message, and then forms a round with the offer number `taken`."""
+    """After the node's first message, give it other addresses; then form a round with its offer number `taken`."""
 
     def __init__(self, *moves: str, taken: int) -> None:
         self._moves, self._taken = moves, taken
         self.offers: list[str] = []
 
-    def connect(self, hear: Callable[[messages.Message], None]) -> Any:
-        self._hear = hear
+    def connect(self, receive: Callable[[messages.Message], None]) -> Any:
+        self._receive = receive
         return self
 
     def start(self) -> None:
@@ -32,23 +32,23 @@ class MovingDriver:
         self.offers.append(message.store)
         if len(self.offers) == 1:
             for address in self._moves:
-                self._hear(messages.Rehome(address, "lo"))
+                self._receive(messages.Rehome(address, "lo"))
         if len(self.offers) > self._taken:
             self.form(self.offers[self._taken])
 
     def form(self, store: str) -> None:
         assignments = (sev.Assignment("a", 1, "default"),)
-        self._hear(node_messages.Round(1, 0, assignments, ranks_by_node(assignments), store, 0, "job-1"))
+        self._receive(node_messages.Round(1, 0, assignments, ranks_by_node(assignments), store, 0, "job-1"))
 
 
 class StrangeDriver(MovingDriver):
-    """It does not know the node, and handles no message before the answer to its welcome."""
+    """A driver that does not know the node, and handles no message before the node's introduction."""
 
     def send(self, message: Any) -> None:
-        self._hear(messages.NewDriver(2))
+        self._receive(messages.NewDriver(2))
 
-    def reset_session(self, say: Callable[[], Any]) -> None:
-        self.form(say().store)
+    def reset_session(self, introduction: Callable[[], Any]) -> None:
+        self.form(introduction().store)
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +60,13 @@ def _own_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("moves", "taken", "address"),
     [
-        (("127.0.0.1", "127.0.0.1"), 0, "127.0.0.1"),  # nothing to start
+        (("127.0.0.1", "127.0.0.1"), 0, "127.0.0.1"),  # the address stays the same
         (("127.0.0.2", "127.0.0.2"), 0, "127.0.0.1"),  # the round was formed before the node could send its new address
         (("127.0.0.2", "127.0.0.2"), 1, "127.0.0.2"),
     ],
 )
-def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
-    """Repeated or late moves take no store away: the round's store serves its ranks."""
+def test_a_round_uses_the_store_that_was_offered_for_it(moves, taken, address):
+    """A node keeps the store of a round, also after repeated or late changes of its address."""
     driver = MovingDriver(*moves, taken=taken)
     rendezvous = DriverRendezvous(driver.connect, sev.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
     info = rendezvous.next_rendezvous()
@@ -80,7 +80,7 @@ def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
     assert len(set(driver.offers)) == len({address.rpartition(":")[0] for address in driver.offers})
 
 
-def test_a_driver_that_does_not_know_a_node_is_told_what_it_offers():
+def test_a_driver_that_does_not_know_a_node_gets_its_offers():
     """A driver that does not know a node gets its offers at once, without waiting for a retransmission."""
     driver = StrangeDriver(taken=0)
     rendezvous = DriverRendezvous(driver.connect, sev.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)

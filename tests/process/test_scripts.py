@@ -1,4 +1,4 @@
-"""Unmodified torchrun scripts on a cluster: what they are given, how they end, what is shown."""
+"""Unmodified torchrun scripts on a cluster: their environment, their ends, their output and their status."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ CONTRACT = (
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS"),
 )
-DIFFERENT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # there, with other values
-OURS_ALONE = {
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "RES_OPTIONS",
-    "LINES",
-    "COLUMNS",
-}  # the last two: a terminal's
+# set by both, to different values
+DIFFERENT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+# LINES and COLUMNS are those of a terminal
+OURS_ONLY = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "LINES", "COLUMNS"}
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
-    """One host with two slots, for one script after the other."""
+    """A cluster of one host with two slots, which the tests use one after another."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with nbe.Cluster("localhost:2", min=2, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs")) as cluster:
         yield cluster
@@ -40,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
 
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What torchrun gives a script, over its own c10d rendezvous."""
+    """The reports of a script that torchrun runs over its own c10d rendezvous."""
     folder = tmp_path_factory.mktemp("theirs")
     own = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--rdzv-id=theirs")
     with torchrun(*own, "--nproc-per-node=2", "--max-restarts=3", REPORT, folder, "word", OMP_NUM_THREADS="1") as run:
@@ -49,8 +45,8 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
-def test_a_script_is_given_what_torchrun_gives(pair, by_torchrun, tmp_path, cold):
-    """Environment, arguments, `__main__`, path and folder: in forks of the template as in fresh interpreters."""
+def test_a_script_gets_what_torchrun_gives(pair, by_torchrun, tmp_path, cold):
+    """Environment, arguments, `__main__`, path and folder are as under torchrun, in forks and in fresh interpreters."""
     (folder := tmp_path / "ours").mkdir()
     pair.run_script(REPORT, folder, "word", max_restarts=3, cold=cold).result(timeout=60)
     ours = reports_by_rank(folder)
@@ -59,7 +55,7 @@ def test_a_script_is_given_what_torchrun_gives(pair, by_torchrun, tmp_path, cold
         given, expected = mine["environment"], theirs["environment"]
         assert {name: given.get(name) for name in CONTRACT} == {name: expected.get(name) for name in CONTRACT}
         assert [name for name in DIFFERENT if not given.get(name)] == []
-        assert set(given) - set(expected) <= OURS_ALONE
+        assert set(given) - set(expected) <= OURS_ONLY
         assert set(expected) - set(given) == set()
         assert mine["argv"][0] == theirs["argv"][0] == str(REPORT)
         for what in ("name", "file", "spec", "main", "pickled", "path", "cwd", "sum"):
@@ -67,7 +63,7 @@ def test_a_script_is_given_what_torchrun_gives(pair, by_torchrun, tmp_path, cold
 
 
 def test_a_module(pair, tmp_path):
-    """`-m`: found from the working folder, with the arguments after its name."""
+    """`module=True` runs a module from the working folder, with the arguments after its name."""
     pair.run_script("tests.process.scripts.report", tmp_path, "--flag", module=True).result(timeout=60)
     first = reports_by_rank(tmp_path)[0]
     assert first["argv"][1:] == [str(tmp_path), "--flag"]
@@ -76,7 +72,7 @@ def test_a_module(pair, tmp_path):
 
 
 def test_a_program(pair, tmp_path):
-    """`no_python`: anything that can be run, with its output."""
+    """`no_python=True` runs any executable, and its output is shown."""
     program = tmp_path / "program.sh"
     program.write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE says $1, $OURS"\n')
     program.chmod(0o755)
@@ -87,8 +83,8 @@ def test_a_program(pair, tmp_path):
 
 
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["warm", "cold"])
-def test_the_error_of_the_first_that_failed(pair, tmp_path, cold):
-    """Its rank, and its own traceback from its own first line on; the others, who would have slept on, are ended."""
+def test_the_error_of_the_first_rank_that_fails(pair, tmp_path, cold):
+    """The error names the first failed rank and has the traceback of the script alone; the other ranks are ended."""
     job = pair.run_script(REPORT, tmp_path, "raise=1", cold=cold)
     with pytest.raises(nbe.JobError, match="rank 1 on localhost failed: ") as caught:
         job.result(timeout=60)
@@ -97,7 +93,7 @@ def test_the_error_of_the_first_that_failed(pair, tmp_path, cold):
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "KeyError: 'of rank 1'"), lines
     assert [line.split(",")[0] for line in lines if line.startswith("  File")] == [f'  File "{REPORT}"'] * 2
     until(lambda: "KeyError" in job.logs(rank=1), what="what it printed")
-    until(lambda: not list((pair.log_dir / job.name).glob("*.pickle")), what="torch's own notes to go")
+    until(lambda: not list((pair.log_dir / job.name).glob("*.pickle")), what="torch's error files to be deleted")
     until(lambda: not [one["pid"] for one in reports_by_rank(tmp_path) if alive(one["pid"])], what="both to end")
 
 
@@ -112,13 +108,13 @@ def test_the_error_of_the_first_that_failed(pair, tmp_path, cold):
     ],
 )
 def test_how_scripts_end(pair, tmp_path, word, error):
-    """`sys.exit` and `os._exit`, with any code: what counts is what a fresh interpreter would have ended with."""
+    """`sys.exit` and `os._exit` give the same exit code as in a fresh interpreter."""
     error_or_none = pair.run_script(REPORT, tmp_path, word).exception(timeout=60)
     assert (error in str(error_or_none)) if error else error_or_none is None
 
 
 def test_a_flaky_script(pair, tmp_path):
-    """It fails twice, and restarts are left: the group begins again, and knows how often it has."""
+    """A script that fails twice is restarted with the count of restarts; with fewer restarts the job fails."""
     job = pair.run_script(REPORT, tmp_path, "flaky=2", max_restarts=2)
     assert job.result(timeout=60) == [None, None]
     assert [len(reports_by_rank(tmp_path, restarts)) for restarts in range(3)] == [2, 2, 2]
@@ -127,11 +123,11 @@ def test_a_flaky_script(pair, tmp_path):
         pair.run_script(REPORT, again, "flaky=2", max_restarts=1).result(timeout=60)
 
 
-def test_streams_that_are_redirected_are_in_files_alone(pair, tmp_path):
-    """torchrun's `--redirects` and `--tee`, by stream and by local rank."""
+def test_redirected_streams_are_only_in_files(pair, tmp_path):
+    """`redirects` and `tee` choose streams by local rank, as torchrun's options do."""
     job = pair.run_script(REPORT, tmp_path, redirects="0:3,1:1", tee="1:0")
     job.result(timeout=60)
-    until(lambda: "complains" in job.logs(), what="what is shown")
+    until(lambda: "complains" in job.logs(), what="the output of rank 1")
     assert job.logs().split(" | ", 1)[1] == "rank 1 complains"
     files = sorted(path.name for path in (pair.log_dir / job.name).glob("localhost-*-1.*"))
     assert files == [f"localhost-{rank}-1.{ending}" for rank in range(2) for ending in ("err", "out")]
@@ -140,14 +136,14 @@ def test_streams_that_are_redirected_are_in_files_alone(pair, tmp_path):
 
 
 def test_more_workers_than_slots(pair, tmp_path):
-    """`nproc` says how many a host has, as torchrun's `--nproc-per-node` does; `role` names them."""
+    """`nproc` sets the workers per host, as torchrun's `--nproc-per-node` does; `role` sets their role."""
     pair.run_script(REPORT, tmp_path, nproc=3, role="trainer").result(timeout=60)
     assert [one["environment"]["ROLE_NAME"] for one in reports_by_rank(tmp_path)] == ["trainer"] * 3
     assert reports_by_rank(tmp_path)[0]["sum"] == [3.0, 3.0]
 
 
 def test_one_job_at_a_time(pair, tmp_path):
-    """A script is a job like any other; it can be stopped, and a function can follow."""
+    """While a script runs, another job is refused; when the script is stopped, a function can run."""
     training = ScriptTraining(pair, tmp_path / "training")
     pids = {worker.pid for worker in training.wait_for_world(2)}
     with pytest.raises(nbe.UsageError, match="is still running"):
@@ -159,8 +155,8 @@ def test_one_job_at_a_time(pair, tmp_path):
     assert pair.status().job != training.job.name
 
 
-def test_what_is_shown_while_it_runs(pair, tmp_path):
-    """A row for every rank, with its process; the state of the host's worker group; the reason."""
+def test_the_status_of_a_running_script(pair, tmp_path):
+    """The status of a script shows one row per rank, and the state of the host's worker group."""
     training = ScriptTraining(pair, tmp_path / "training")
     rows = training.wait_for_world(2)
     status = pair.status()
@@ -174,8 +170,8 @@ def test_what_is_shown_while_it_runs(pair, tmp_path):
     training.finish()
 
 
-def test_the_results_are_torchrun_s(pair, tmp_path):
-    """The same script, the same steps, under torchrun's c10d rendezvous and under ours: the same parameters, to the bit."""
+def test_the_parameters_are_those_of_torchrun(pair, tmp_path):
+    """A script gets the same parameters, to the bit, under torchrun's c10d rendezvous and on a cluster."""
     (theirs := tmp_path / "theirs").mkdir()
     own = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
     with torchrun(*own, "--nproc-per-node=2", TRAIN, theirs, 20, OMP_NUM_THREADS="1") as run:
@@ -187,8 +183,8 @@ def test_the_results_are_torchrun_s(pair, tmp_path):
     assert all(torch.equal(value, other["model"][name]) for name, value in one["model"].items())
 
 
-def test_options_that_cannot_be(pair, tmp_path):
-    """One line, before anything is started."""
+def test_wrong_options(pair, tmp_path):
+    """A wrong option raises one line before anything is started."""
     for options, text in (
         ({"max_restarts": -1}, "max_restarts=-1"),
         ({"nproc": 0}, "nproc=0"),

@@ -1,4 +1,4 @@
-"""Start and stop of a cluster: what it opens, what it writes, and that a stop removes all of it."""
+"""Start and stop of a cluster: its sockets, files and processes, and that a stop removes all of them."""
 
 import os
 import signal
@@ -40,8 +40,8 @@ def test_nothing_is_left_after_a_stop(make):
     assert cluster.status().phase == "finished"
 
 
-def test_stopped_in_the_middle_of_everything(make, tmp_path):
-    """A stop while workers start, or while a job trains, leaves nothing, and the job reports it."""
+def test_a_stop_while_workers_start_or_train(make, tmp_path):
+    """A stop while workers start or train leaves no process, and the job raises JobStoppedError."""
     cluster = make("localhost:2", wait=False)
     cluster.stop()
     cluster = make("localhost:2")
@@ -53,7 +53,7 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
     assert not descendants()
 
 
-def test_what_was_asked_at_the_last_moment(make):
+def test_requests_to_a_driver_that_dies(make):
     """A request to a driver that dies before its answer fails or is answered by the next driver; it never waits without
     end.
     """
@@ -67,13 +67,13 @@ def test_what_was_asked_at_the_last_moment(make):
         driver.kill()
         with pytest.raises(nbe.DriverLostError, match=r"has ended unexpectedly before it answered; .* try again"):
             run.result(10)
-        assert file.result(20).exists(), "to ask twice makes no difference"
+        assert file.result(20).exists(), "this request can be repeated"
     until(lambda: stacks == [[]])
     cluster.stop()
     until(lambda: not descendants(), 15, "nothing to be left")
 
 
-def test_it_can_be_started_again(make):
+def test_a_stopped_cluster_can_start_again(make):
     """A stopped cluster can start again; the results of its old jobs stay."""
     cluster = make("localhost:1")
     job = cluster.run(os.getpid)
@@ -119,7 +119,7 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
 @pytest.mark.cold  # it reads the processes that the system lists
 def test_keys_are_kept(make):
     """No key is in a command line or in the workers' environment; only the owner can read the files."""
-    cluster = make("localhost:2", min=2, keep=True)  # so that the cluster is saved, and its keys with it
+    cluster = make("localhost:2", min=2, keep=True)  # so that the driver snapshot has the keys
     keys = DriverSnapshot.read(run_folder(cluster)).keys
     secrets = [keys.server_secret, keys.client_secret, keys.client_public]
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
@@ -192,19 +192,19 @@ def test_a_script_that_ends_leaves_nothing(tmp_path):
         assert driver.stdout.readline() == b"up\n"
         children = psutil.Process(driver.pid).children(recursive=True)
         assert driver.wait(timeout=5) == 0
-    assert errors.read_text() == ""  # nothing failed before
+    assert errors.read_text() == ""  # it ended without an error
     until(lambda: not [child for child in children if alive(child.pid)], 5)
 
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C interrupts, also where the tests run in the background of a shell that ignores it."""
+    """Let Ctrl-C interrupt this process, even in the background of a shell that ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
+def test_ctrl_c_does_not_end_a_start(make, interruptible):
     """An interrupt of a waiting `start()` or `wait()` raises, and the cluster goes on starting."""
     cluster = make("localhost:2", wait=False)
 
@@ -212,7 +212,7 @@ def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
         begun, me = run_folder(cluster) / "agent-localhost.log", os.getpid()
         wait = f"until [ -e {begun} ] || ! kill -0 {me}; do sleep 0.1; done; sleep 0.3"
         with pytest.raises(KeyboardInterrupt), subprocess.Popen(["sh", "-c", f"{wait}; kill -INT {me}"]):
-            call()  # at any point; the signal is expected even if it has ended
+            call()  # the interrupt may come at any point of the call, or just after it
 
     interrupted(lambda: cluster.wait(7, timeout=20))
     cluster.wait(2, timeout=20)
@@ -227,8 +227,8 @@ def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
     assert len(cluster.run(os.getpid).result(timeout=20)) == 2
 
 
-def test_waiting_in_vain_says_for_what(make):
-    """A start that cannot succeed raises with the reason, and the cluster stays, so that the user can repair it."""
+def test_a_wait_that_fails_names_the_reason(make):
+    """A wait that cannot succeed raises with the reason; the cluster stays, so that the user can repair it."""
     cluster = make("localhost:1", min=2, wait=False)
     cluster.wait(1, timeout=20)
     with pytest.raises(nbe.WaitTimeoutError, match=r"1 of min 2 workers ready; add a host or lower min"):
@@ -239,7 +239,7 @@ def test_waiting_in_vain_says_for_what(make):
 
 def test_logs_are_never_overwritten(trains):
     """A restarted worker writes to a new file; the file of the lost one stays, with all that it printed."""
-    training = trains("localhost:2", min=1, program=_talk_and_train)
+    training = trains("localhost:2", min=1, program=_print_and_train)
     victim = training.wait_for_world(2)[1]
     folder = training.cluster.log_dir / training.job.name
     name = victim.id.replace("/", "-").replace("#", "-")
@@ -253,14 +253,14 @@ def test_logs_are_never_overwritten(trains):
     assert (folder / f"{other}.out").read_text() == f"I am {replacement.pid}\n"
 
 
-def _talk_and_train(folder):
+def _print_and_train(folder):
     print(f"I am {os.getpid()}")
     print(f"and complain {os.getpid()}", file=sys.stderr)
     return programs.train(folder)
 
 
 def test_logs_begin_with_the_first_byte(make):
-    """The log files have what a worker prints before it is connected, here the warning of a preloaded module."""
+    """The log files have output from before a worker is connected, here a warning about a preloaded module."""
     cluster = make("localhost:1", preload=["no_such_module_at_all"])
     assert cluster.workers[0].state == "ready"
     agents = list(run_folder(cluster).glob("agent-*.log"))
@@ -269,7 +269,7 @@ def test_logs_begin_with_the_first_byte(make):
 
 
 @pytest.mark.cold  # it tests the environment with which a process starts
-def test_the_environment_does_not_grow_beside_threads(make):
+def test_no_variable_is_set_beside_threads(make):
     """No variable is set while a worker has several threads: `getenv` of C in another thread would crash the process."""
     cluster = make("localhost:1", preload=["tests.process.record_environment"])
     ((_, out, _, error),) = cluster.execute(
@@ -290,7 +290,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.cold  # it tests the limits with which a process starts
-def test_workers_may_have_as_many_files_open_as_the_host_allows(tmp_path):
+def test_workers_may_open_as_many_files_as_the_host_allows(tmp_path):
     """Workers may open as many files as the host allows, whatever limit the notebook was started with."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[(700, 700)]\n"

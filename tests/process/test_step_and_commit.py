@@ -12,7 +12,7 @@ from tests.support.waiting import until
 RATE = 0.5
 
 
-def train(folder, several):
+def train(folder, steps_per_commit):
     """Lower one weight by RATE in each step, so that it shows how many steps were taken.
 
     Between the step and the commit the ranks average a number, as a program that logs its loss does. A rank whose file
@@ -29,7 +29,7 @@ def train(folder, several):
     @nbe.elastic
     def loop(state):
         while not programs.any_rank_finds(folder, "finish"):
-            for _ in range(several):
+            for _ in range(steps_per_commit):
                 optimizer.zero_grad()
                 weight.sum().backward()
                 dist.all_reduce(weight.grad)
@@ -47,15 +47,15 @@ def train(folder, several):
     return loop(state)
 
 
-@pytest.mark.parametrize("several", [1, 3])
-def test_a_step_is_not_taken_twice(trains, several):
+@pytest.mark.parametrize("steps_per_commit", [1, 3])
+def test_a_step_is_not_taken_twice(trains, steps_per_commit):
     """When a rank is lost after all have stepped and before any could commit, the others resume from the commit."""
-    training = trains("localhost:3", train, {"several": several}, min=1, max=3)
+    training = trains("localhost:3", train, {"steps_per_commit": steps_per_commit}, min=1, max=3)
     for victim in (0, 2, 1):
         workers = training.wait_for_world(3)
         wait = training.folder / f"wait-{victim}-3"
         wait.touch()
-        until(lambda wait=wait: _stands(training), what="all to stand between step and commit")
+        until(lambda wait=wait: _all_wait(training), what="all to wait between step and commit")
         training.signal_worker(workers[victim])
         wait.unlink()
     training.wait_for_world(3)
@@ -65,11 +65,13 @@ def test_a_step_is_not_taken_twice(trains, several):
     step, weight = results[0]
     assert weight == -RATE * step
     assert all(line["weight"] == -RATE * line["step"] for line in training.lines())
-    assert "a collective runs between optimizer.step() and state.commit()" in training.job.logs() or several > 1
+    assert (
+        "a collective runs between optimizer.step() and state.commit()" in training.job.logs() or steps_per_commit > 1
+    )
 
 
-def _stands(training):
-    """Whether all three ranks have made the same last step of this generation, and none has made another for a while."""
+def _all_wait(training):
+    """Whether all three ranks have made the same step of this generation, and no other for 0.3 s."""
     generation = training.cluster.status().generation
     last = {}
     for line in training.lines():

@@ -1,4 +1,4 @@
-"""A terminal's torchrun joins a cluster, trains with it, and leaves, or prints in one line why it cannot join."""
+"""The torchrun of a terminal joins a cluster, trains with it, and leaves, or prints in one line why it cannot join."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
 
 
 def test_two_terminals_and_a_host_train_together(lone, tmp_path):
-    """Two terminals' torchruns appear as hosts and have ranks; one is killed, one leaves cleanly, another ends with the
-    script.
-    """
+    """The torchruns of terminals become hosts with ranks; one is killed, one leaves cleanly, one ends with the script."""
     training = ScriptTraining(lone, tmp_path / "training")
     training.wait_for_world(1)
     command = (*join_options(lone.connection_file(), "--max-restarts=3"), TRAIN, training.folder, MANY_STEPS)
@@ -56,14 +54,15 @@ def test_two_terminals_and_a_host_train_together(lone, tmp_path):
         lines = training.finish()
         assert third.wait(20) == 0
     assert {line["restarts"] for line in lines} == {0}
-    until(lambda: len(lone.hosts) == 1, what="the guest to leave")
+    until(lambda: len(lone.hosts) == 1, what="the external node to leave")
 
 
 def test_a_worker_of_a_terminal_fails(lone, tmp_path):
     """A failing worker restarts all; when no restarts are left, its error is the job's error, with its rank and host."""
     job = lone.run_script(REPORT, tmp_path, "raise=none", max_restarts=1)
     with torchrun(*join_options(lone.connection_file(), "--max-restarts=3"), REPORT, tmp_path, "raise=any") as run:
-        with pytest.raises(nbe.JobError, match=r"rank [01] on torchrun-") as caught:  # the first to come has rank 0
+        # the node that joins first has rank 0
+        with pytest.raises(nbe.JobError, match=r"rank [01] on torchrun-") as caught:
             job.result(timeout=60)
         assert run.wait(20) != 0
         assert f"{job.name} failed: rank {caught.value.rank} on torchrun-" in run.stdout.read()
@@ -71,12 +70,10 @@ def test_a_worker_of_a_terminal_fails(lone, tmp_path):
 
 
 def test_a_terminal_waits_for_a_script(lone, tmp_path):
-    """A torchrun may come before its script. With a job's name as id it joins that job alone; if removed, it ends
-    cleanly.
-    """
+    """A torchrun with a job's name as id waits for that job and joins it; when it is removed, it ends cleanly."""
     name = f"job-{int(lone.job.name.partition('-')[2]) + 1 if lone.job else 1}"
     with torchrun(*join_options(lone.connection_file(), f"--rdzv-id={name}"), TRAIN, tmp_path / "t", MANY_STEPS) as run:
-        until(lambda: len(lone.hosts) == 2, what="the guest")
+        until(lambda: len(lone.hosts) == 2, what="the external node")
         assert lone.hosts[1].reason == "torchrun: waits for a script"
         training = ScriptTraining(lone, tmp_path / "t")
         assert training.job.name == name
@@ -103,14 +100,14 @@ def test_a_full_cluster(lone, tmp_path):
     training.finish()
 
 
-def test_a_key_of_another_start(lone, tmp_path):
-    """A torchrun with the key of an earlier start prints so, and the cluster is not affected."""
+def test_a_key_of_an_earlier_start(lone, tmp_path):
+    """A torchrun with the key of an earlier start prints that its key is not accepted; the cluster does not change."""
     strange = tmp_path / "cluster.json"
-    told = json.loads(lone.connection_file().read_text())
+    content = json.loads(lone.connection_file().read_text())
     for part in ("client", "server"):
         keys = Keys.make()
         changed = {f"{part}_public": getattr(keys, f"{part}_public"), f"{part}_secret": getattr(keys, f"{part}_secret")}
-        strange.write_text(json.dumps({**told, "keys": {**told["keys"], **changed}}))
+        strange.write_text(json.dumps({**content, "keys": {**content["keys"], **changed}}))
         strange.chmod(0o600)
         with torchrun(*join_options(strange), REPORT, tmp_path) as run:
             assert run.wait(40) != 0
@@ -131,8 +128,8 @@ def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
 
 
 @pytest.mark.cold  # here one torchrun starts as users start theirs
-def test_by_host_and_port(lone, tmp_path):
-    """With `host:port` torchrun uses the keys of the cluster of this machine that listens there."""
+def test_a_torchrun_finds_the_keys_by_host_and_port(lone, tmp_path):
+    """With `host:port` torchrun finds the keys of the cluster on this machine that listens there."""
     endpoint = json.loads(lone.connection_file().read_text())["address"].removeprefix("tcp://")
     training = ScriptTraining(lone, tmp_path / "training")
     with torchrun(*join_options(endpoint), TRAIN, training.folder, MANY_STEPS) as run:

@@ -1,4 +1,4 @@
-"""What the tests see of a cluster, its processes and a training on it."""
+"""A training on a cluster, and what its processes have logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_rank(cluster: nbe.Cluster) -> list[Any]:
 
 
 def lines_in(folder: str | Path) -> list[dict[str, Any]]:
-    """What the processes of a training have written, by time."""
+    """The lines that the processes of a training have logged, by time."""
     found = []
     for file in Path(folder).glob("*.jsonl"):
         for text in file.read_text().splitlines():
@@ -32,7 +32,7 @@ def lines_in(folder: str | Path) -> list[dict[str, Any]]:
 
 
 class Training:
-    """A job that trains until told to finish, and what its processes have written."""
+    """A job that trains until `finish` is called, and the lines that its processes have logged."""
 
     def __init__(
         self, cluster: nbe.Cluster, folder: Path, program: Callable[..., Any], *args: Any, **kwargs: Any
@@ -45,7 +45,7 @@ class Training:
         return [line for line in lines_in(self.folder) if key in line]
 
     def wait_for_world(self, world: int, timeout: float = 30.0) -> list[Any]:
-        """Wait until `world` workers train together, all of them have made steps in that world; they, by rank."""
+        """Wait until `world` workers train together and each has made a step in that world; return them by rank."""
         self.cluster.wait(world, timeout=timeout)
 
         def stepped() -> bool:
@@ -59,17 +59,17 @@ class Training:
 
     def signal_worker(self, worker: Any, sig: signal.Signals = signal.SIGKILL) -> None:
         os.kill(worker.pid, sig)
-        until(lambda: all(w.id != worker.id for w in self.cluster.workers), what=f"{worker.id} to be missed")
+        until(lambda: all(w.id != worker.id for w in self.cluster.workers), what=f"{worker.id} to be lost")
 
     def finish(self, timeout: float = 30.0) -> list[Any]:
-        """End the training; check that nothing was lost on the way; the results by rank."""
+        """End the training, check that no step was lost, and return the results by rank."""
         (self.folder / "finish").touch()
         results = self.job.result(timeout=timeout)
         self.check(results)
         return results
 
     def check(self, results: list[Any]) -> None:
-        """Every step was made, none twice by one process, with the same numbers on all ranks."""
+        """Check that every step was made, none twice by one process, with the same numbers on all ranks."""
         lines = self.lines()
         by_pid: dict[int, list[int]] = {}
         sums: dict[tuple[int, int], set[str]] = {}
@@ -88,7 +88,7 @@ class Training:
 
 @contextmanager
 def in_one_generation(training: Training) -> Iterator[None]:
-    """Nothing in here breaks or changes the world of a training."""
+    """Check that the generation of a training is the same before and after this block."""
     before = training.cluster.status().generation
     yield
     assert training.cluster.status().generation == before

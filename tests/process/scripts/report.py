@@ -1,4 +1,4 @@
-"""A script that tells what it was given: `tell.py FOLDER [WORD …]`; each WORD is something to do after that."""
+"""A script that reports what torchrun gave it, and then does each ACTION: `report.py FOLDER [ACTION …]`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch.distributed as dist
 
 
 class Local:
-    """A class of the main module: it is pickled by that name."""
+    """A class of the main module, whose name its pickle must keep."""
 
 
 def world() -> list[float]:
-    """Every rank takes part in one sum."""
+    """The sum of all ranks, and their number."""
     dist.init_process_group("gloo")
     total = torch.tensor([float(os.environ["RANK"]), 1.0])
     dist.all_reduce(total)
     return total.tolist()
 
 
-def tell(folder: Path) -> None:
-    """All have told when this ends: who fails then ends the others too."""
-    told = {
+def write_report(folder: Path) -> None:
+    """Write this rank's report, and return when all ranks have written theirs: a later failure ends all ranks."""
+    report = {
         "argv": sys.argv,
         "name": __name__,
         "file": __file__,
@@ -42,19 +42,19 @@ def tell(folder: Path) -> None:
         "pid": os.getpid(),
         "sum": world(),
     }
-    (folder / f"{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}.json").write_text(json.dumps(told))
+    (folder / f"{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}.json").write_text(json.dumps(report))
     dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    folder, words = Path(sys.argv[1]), sys.argv[2:]
-    tell(folder)
+    folder, actions = Path(sys.argv[1]), sys.argv[2:]
+    write_report(folder)
     rank = int(os.environ["RANK"])
     print(f"rank {rank} speaks", flush=True)
     print(f"rank {rank} complains", file=sys.stderr)
-    for word in words:
-        match word.partition("="):
+    for action in actions:
+        match action.partition("="):
             case "raise", _, which if which in (str(rank), "any"):
                 raise KeyError(f"of rank {rank}")
             case "raise", _, _:

@@ -1,7 +1,7 @@
 """A plain DDP script for torchrun, with a checkpoint after every step: `train.py FOLDER STEPS [PAUSE]`.
 
-The data of a step are the same in a world of any size. FOLDER/finish ends it. PAUSE seconds (0.05) follow each step: other
-processes need the processors too.
+The data of a step are the same in a world of any size. The script ends once FOLDER/finish exists. It sleeps PAUSE seconds
+(0.05) after each step, since other processes need the processors too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             step += 1
-            said = {"t": time.time(), "step": step, "rank": rank, "world": world, "pid": os.getpid()}
-            log.write(json.dumps({**said, "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\n")
+            line = {"t": time.time(), "step": step, "rank": rank, "world": world, "pid": os.getpid()}
+            log.write(json.dumps({**line, "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\n")
             if rank == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, partial := folder / "partial.pt")
@@ -57,7 +57,7 @@ def main() -> None:
     del ddp, loss  # a reducer that holds the group's last reference can hang in torch, with the GIL held
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # torch aborts one in some dozens of such processes at their end: a thread of its own is still joinable
+    os._exit(0)  # a normal exit aborts in one of some dozens of runs: one of torch's threads is still joinable
 
 
 if __name__ == "__main__":
