@@ -18,7 +18,7 @@ TEST_FOLDERS = sorted(
     path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py")) and path.name != "docs"
 )
 TESTS_NOT_YET = {  # folders of tests that are still to be rewritten
-    *("agent", "benchmarks", "driver", "hosts", "process", "state"),
+    *("agent", "benchmarks", "driver", "state"),
 }
 
 

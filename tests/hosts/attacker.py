@@ -1,6 +1,6 @@
-"""Somebody on the network without any key, as a program: `attacker.py '{"do": ..., "doors": [[address, port], ...], ...}'`.
+"""An attacker without any key: `attacker.py '{"do": ..., "endpoints": [[address, port], ...], "count": ...}'`.
 
-It says what came of it as one line of JSON. What it holds open it holds until its standard input ends.
+It prints its result as one line of JSON, and holds connections open until its standard input ends.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import struct
 import sys
 from typing import Any
 
-PATIENCE = 0.5  # seconds that a door gets to open; packets here need no millisecond
+TIMEOUT = 0.5  # seconds that a connection may take; packets here need less than a millisecond
 VALID = b"\x00" + struct.pack("<I", 0x3C85F7CE)  # how a client of torch's store begins
-KEYS = b"\x07"  # it asks the store how many keys it has
-Door = tuple[str, int]
+KEYS = b"\x07"  # the request for the number of keys in the store
+Endpoint = tuple[str, int]
 
 
 def greeting(mechanism: bytes, version: bytes = b"\x03\x01") -> bytes:
@@ -26,8 +26,8 @@ def greeting(mechanism: bytes, version: bytes = b"\x03\x01") -> bytes:
     return b"\xff" + bytes(8) + b"\x7f" + version + mechanism.ljust(20, b"\0") + bytes(32)
 
 
-def nonsense(number: int, rng: random.Random) -> bytes:
-    """What no door should mind."""
+def broken_message(number: int, rng: random.Random) -> bytes:
+    """A broken message, which must have no effect at any endpoint."""
     noise = rng.randbytes(rng.randrange(1, 400))
     match number % 12:
         case 0:
@@ -38,7 +38,7 @@ def nonsense(number: int, rng: random.Random) -> bytes:
             return greeting(b"NULL") + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + noise
         case 3:
             return greeting(b"PLAIN") + b"\x04\x0c\x05HELLO\x02me\x02me" + noise
-        case 4:  # a hello that no key has made
+        case 4:  # a hello without a valid key
             return greeting(b"CURVE") + b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + rng.randbytes(120)
         case 5:  # a frame of 2^63 - 1 bytes
             return greeting(b"CURVE") + b"\x06" + b"\x7f" + b"\xff" * 7 + noise
@@ -56,50 +56,50 @@ def nonsense(number: int, rng: random.Random) -> bytes:
             return bytes(1 << 16)
 
 
-def call(door: Door) -> socket.socket | None:
-    """A connection, or None where nobody opens."""
+def connect(endpoint: Endpoint) -> socket.socket | None:
+    """A connection to the endpoint, or None if that fails."""
     try:
-        return socket.create_connection(door, timeout=PATIENCE)
+        return socket.create_connection(endpoint, timeout=TIMEOUT)
     except OSError:
         return None
 
 
-def junk(doors: list[Door], count: int) -> dict[str, Any]:
-    """`count` broken messages, each on a connection of its own; every other one stays to hear an answer."""
-    rng, sent, deaf = random.Random(3), 0, dict.fromkeys(doors, 0)
+def junk(endpoints: list[Endpoint], count: int) -> dict[str, Any]:
+    """Send `count` broken messages, each on a new connection; wait for an answer on every second connection."""
+    rng, sent, failures = random.Random(3), 0, dict.fromkeys(endpoints, 0)
     for number in range(count):
-        door = doors[number % len(doors)]
-        if deaf[door] >= 3:  # it lets nobody in
+        endpoint = endpoints[number % len(endpoints)]
+        if failures[endpoint] >= 3:  # it accepts no connection
             continue
-        one = call(door)
-        deaf[door] = 0 if one else deaf[door] + 1
+        one = connect(endpoint)
+        failures[endpoint] = 0 if one else failures[endpoint] + 1
         if one is None:
             continue
         with one, contextlib.suppress(OSError):
             sent += 1
             one.settimeout(0.005)
-            one.sendall(nonsense(number // len(doors), rng))
+            one.sendall(broken_message(number // len(endpoints), rng))
             if number % 2:
                 one.recv(1 << 16)
-    return {"sent": sent, "shut": sorted(door for door in doors if deaf[door] >= 3)}
+    return {"sent": sent, "closed": sorted(endpoint for endpoint in endpoints if failures[endpoint] >= 3)}
 
 
-def flood(doors: list[Door], count: int) -> dict[str, Any]:
-    """`count` connections to each door, which are held and say nothing."""
+def flood(endpoints: list[Endpoint], count: int) -> dict[str, Any]:
+    """Hold `count` connections to each endpoint, without sending anything."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    held: dict[Door, list[socket.socket]] = {door: [] for door in doors}
+    held: dict[Endpoint, list[socket.socket]] = {endpoint: [] for endpoint in endpoints}
     for _ in range(count):
-        for door in doors:
-            one = socket.socket(socket.AF_INET6 if ":" in door[0] else socket.AF_INET)
+        for endpoint in endpoints:
+            one = socket.socket(socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET)
             one.setblocking(False)
-            one.connect_ex(door)
-            held[door].append(one)
+            one.connect_ex(endpoint)
+            held[endpoint].append(one)
     return {"held": held}
 
 
-def stands(one: socket.socket) -> bool:
-    """Whether this connection came about and was not closed since."""
+def is_open(one: socket.socket) -> bool:
+    """Whether this connection is established and was not closed since."""
     try:
         one.getpeername()
         return one.recv(1) != b""
@@ -109,54 +109,58 @@ def stands(one: socket.socket) -> bool:
         return False
 
 
-def store(doors: list[Door], count: int) -> dict[str, Any]:
-    """Ask each door as a client of torch's store; the doors that answer."""
+def store(endpoints: list[Endpoint], count: int) -> dict[str, Any]:
+    """Ask each endpoint as a client of torch's store; return the endpoints that answer."""
     answered = set()
-    for door in doors:
+    for endpoint in endpoints:
         for _ in range(count):
-            one = call(door)
+            one = connect(endpoint)
             if one is None:
                 break
             with one, contextlib.suppress(OSError):
                 one.sendall(VALID + KEYS)
                 answer = one.recv(8)
-                if len(answer) == 8 and answer[0] != 0xFF:  # that is how ZeroMQ greets
-                    answered.add(door)
+                if len(answer) == 8 and answer[0] != 0xFF:  # 0xFF begins ZeroMQ's greeting
+                    answered.add(endpoint)
     return {"answered": sorted(answered)}
 
 
-def strangers(doors: list[Door], count: int) -> dict[str, Any]:
-    """Peers with good CURVE keys of another cluster, who say what its workers and agents say."""
+def foreign_peers(endpoints: list[Endpoint], count: int) -> dict[str, Any]:
+    """Send a worker's message with the CURVE keys of another cluster; return how many peers get an answer."""
     import zmq
 
     with zmq.Context() as context:
-        ours = [context.socket(zmq.DEALER) for _ in range(count) for _ in doors]
+        peers = [context.socket(zmq.DEALER) for _ in range(count) for _ in endpoints]
         server, _ = zmq.curve_keypair()
-        for one, door in zip(ours, doors * count, strict=True):
+        for one, endpoint in zip(peers, endpoints * count, strict=True):
             one.linger = 0
             one.ipv6 = True
             one.identity = b"agent/h1~1"
             one.curve_publickey, one.curve_secretkey = zmq.curve_keypair()
             one.curve_serverkey = server
-            one.connect(f"tcp://[{door[0]}]:{door[1]}" if ":" in door[0] else f"tcp://{door[0]}:{door[1]}")
+            one.connect(
+                f"tcp://[{endpoint[0]}]:{endpoint[1]}" if ":" in endpoint[0] else f"tcp://{endpoint[0]}:{endpoint[1]}"
+            )
             one.send(b'{"type":"WorkerExited","worker":{"host":"h1","slot":0,"incarnation":1},"code":1}')
         poller = zmq.Poller()
-        for one in ours:
+        for one in peers:
             poller.register(one, selectors.EVENT_READ)
-        heard = len(poller.poll(2000))
-        for one in ours:
+        answers = len(poller.poll(2000))
+        for one in peers:
             one.close()
-    return {"heard": heard}
+    return {"answers": answers}
 
 
 def main() -> None:
-    order = json.loads(sys.argv[1])
-    doors = [(str(address), int(port)) for address, port in order["doors"]]
-    result = {"junk": junk, "flood": flood, "store": store, "strangers": strangers}[order["do"]](doors, order["count"])
+    options = json.loads(sys.argv[1])
+    endpoints = [(str(address), int(port)) for address, port in options["endpoints"]]
+    result = {"junk": junk, "flood": flood, "store": store, "foreign_peers": foreign_peers}[options["do"]](
+        endpoints, options["count"]
+    )
     held = result.pop("held", None)
     print(json.dumps(result), flush=True)
-    for _ in sys.stdin if held is not None else ():  # whoever asks is told how many stand by now
-        print(json.dumps([[door, sum(map(stands, ones))] for door, ones in held.items()]), flush=True)
+    for _ in sys.stdin if held is not None else ():  # each input line is answered with the open connections
+        print(json.dumps([[endpoint, sum(map(is_open, ones))] for endpoint, ones in held.items()]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tests see of clusters on several hosts."""
+"""Checks and waits for clusters on several hosts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.hosts.network import DRIVER, Network
 from tests.process.training import Training
 from tests.support.waiting import files_in, until
 
-LONG = 60.0  # seconds: hosts start in five of them where the processors have nothing else to do
+LONG = 60.0  # seconds; a host starts in about five where the processors are idle
 
 
 def strays(network: Network) -> dict[int, str]:
-    """What runs on the hosts beside their SSH servers: process -> its command line."""
+    """The processes on the hosts other than SSH servers, with their command lines."""
     found = {}
     for name in network.hosts.keys() - {DRIVER}:
         for pid in network.strays(name):
@@ -28,7 +28,7 @@ def strays(network: Network) -> dict[int, str]:
 
 
 def check_nothing_left(network: Network, temporary: Path, timeout: float = LONG) -> None:
-    """No process on any host, and of our files there only logs. (A killed process's multiprocessing leaves its `pymp-…`.)"""
+    """Check that no process is left on any host, and no file but logs and the `pymp-…` of killed processes."""
     until(lambda: not strays(network), timeout, f"nothing to be left: {strays(network)}")
     for path in files_in(temporary):
         python_s_own = path.relative_to(temporary).parts[0].startswith("pymp-")
@@ -38,7 +38,7 @@ def check_nothing_left(network: Network, temporary: Path, timeout: float = LONG)
 
 
 def event_texts(cluster: nbe.Cluster, kind: str, host: str = "") -> list[str]:
-    """Of the events of this kind (and host) their texts."""
+    """The texts of the events of this kind, and of this host if one is given."""
     return [event.text for event in cluster.events if event.kind == kind and (not host or event.host == host)]
 
 
@@ -57,7 +57,7 @@ def worker_on(training: Training, host: str) -> Any:
 
 
 def wait_for_more_steps(training: Training, steps: int = 20) -> None:
-    """The training makes these many steps more."""
+    """Wait until the training has made `steps` more steps."""
     last = training.lines()[-1]["step"]
     until(
         lambda: training.job.done() or training.lines()[-1]["step"] >= last + steps,

@@ -1,4 +1,4 @@
-"""Machines and clusters for the tests, of which nothing is left afterwards."""
+"""Fixtures for hosts of a test network and clusters on them, of which nothing is left afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def module_network() -> Iterator[Network]:
 
 @pytest.fixture
 def network(module_network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    """Three machines, h1, h2 and h3, that `ssh` reaches by these names; `network.add` starts more. Each test finds them as new."""
+    """Three hosts, h1, h2 and h3, that `ssh` reaches by name; `network.add` starts more. Each test gets them as new."""
     monkeypatch.setenv("PATH", module_network.path, prepend=os.pathsep)
     yield module_network
     module_network.restore()
@@ -40,13 +40,13 @@ def network(module_network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.fixture
 def temporary(network: Network) -> Path:
-    """Where agents and workers have their temporary files: on all hosts the same folder, of this test alone."""
+    """The folder for temporary files of agents and workers: the same on all hosts, and new in each test."""
     return Path(tempfile.mkdtemp(prefix="tmp-", dir=network.folder))
 
 
 @pytest.fixture
 def make(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
-    """Start clusters on the network's hosts; they are stopped at the end, and nothing of them is left on any host."""
+    """Start clusters on the network's hosts. At the end the fixture stops them, and checks that nothing of them is left."""
     started: list[nbe.Cluster] = []
     pids: set[int] = set()
 
@@ -73,7 +73,7 @@ def trains(make: Callable[..., nbe.Cluster], tmp_path: Path) -> Callable[..., Tr
     """Start a cluster and train on it: `trains("h1:1,h2:1", min=1)`."""
 
     def start(hosts: str = "h1:1,h2:1", program: Any = programs.train, kwargs: Any = None, **options: Any) -> Training:
-        # the hosts share this machine's processors: those that train leave some to those that start
+        # the hosts share this machine's processors: a training must leave some to hosts that start
         kwargs = {"pause": 0.05, **(kwargs or {})}
         return Training(make(hosts, **options), tmp_path / "steps", program, **kwargs)
 

@@ -1,4 +1,4 @@
-"""A machine of the test network: what it is called, has and lacks, and the files that its SSH server reads."""
+"""A host of the test network: its properties, and the files that its SSH server reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Literal
 
 from tests.hosts.namespaces import ENVIRONMENT, command
 
-# What a host has of its own beside the network. $0: its name; $1: its folder; $2: what is not on its disk, a line each; then the command.
+# Gives a host its own host name, files and boot id. $0: its name; $1: its folder; $2: the folders that it hides, one per line;
+# then the command.
 BOOT = """set -e
 hostname "$0"
 mount --bind "$1/hosts" /etc/hosts
@@ -29,7 +30,7 @@ exec "$@"
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine: eth0 and whatever is odd about it (see `Network.add`)."""
+    """A host with eth0, and with the properties that `Network.add` describes."""
 
     name: str
     number: int
@@ -45,18 +46,18 @@ class Host:
     sshd: bool = True
 
     def interfaces(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Interface -> its hardware address and its addresses, for all interfaces that are connected."""
+        """The hardware address and the IP addresses of each connected interface."""
         found = {"eth0": (f"02:6e:62:65:00:{self.number:02x}", (self.address, self.address6))}
         if self.second_address:
             found["eth1"] = (f"02:6e:62:65:01:{self.number:02x}", (self.second_address,))
         return found
 
     def ports(self) -> dict[str, str]:
-        """Interface -> its other end, in the switch."""
+        """The other end of each interface, in the switch."""
         return {name: f"p{self.number}{name}" for name in self.interfaces()}
 
     def inside(self) -> list[str]:
-        """What to put before a command to have it run there."""
+        """The words before a command that make it run on this host."""
         if not self.namespace:
             return []
         own = ["unshare", "--uts", "sh", "-c", BOOT, self.name, str(self.folder), "\n".join(self.hides)]
@@ -71,8 +72,8 @@ class Host:
         }[self.dead]
 
 
-def furnish(host: Host) -> None:
-    """A host's own files."""
+def write_host_files(host: Host) -> None:
+    """Write the files of a host."""
     host.folder.mkdir()
     (host.folder / "hosts").touch()
     (host.folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
@@ -92,7 +93,7 @@ def furnish(host: Host) -> None:
         f"PasswordAuthentication {'yes' if host.password_only else 'no'}",
     ]
     if _openssh() >= (9, 8):
-        lines.append("PerSourcePenalties no")  # tests that fail to log in are not to lock out those that come next
+        lines.append("PerSourcePenalties no")  # a test that fails to log in must not lock out the next test
     if not host.python:
         programs = host.folder / "bin"
         programs.mkdir()
@@ -111,16 +112,16 @@ def _openssh() -> tuple[int, int]:
 
 
 def without_python() -> tuple[str, ...]:
-    """The folders that hold this process's Python, as far as they hold nothing else."""
+    """The folders of this process's Python that hold nothing else."""
     folders = sorted({os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)})
     own = [folder for folder in folders if folder not in {"/", "/usr", "/usr/local"}]
     return tuple(folder for folder in own if not any(folder.startswith(f"{outer}/") for outer in own))
 
 
 def write_names(hosts: Sequence[Host], folder: Path) -> None:
-    """Each host's /etc/hosts, in place, as it is mounted; what the ssh client knows of the hosts."""
+    """Write each mounted /etc/hosts in place, and the ssh client's known hosts and configuration."""
     for host in hosts:
-        own = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n"  # as Debian does, to the grief of those who announce their name's address
+        own = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n"  # as Debian does
         (host.folder / "hosts").write_text(own + "".join(f"{h.address} {h.name}\n" for h in hosts if h is not host))
     keys = {host: (host.folder / "host_key.pub").read_text() for host in hosts}
     (folder / "known_hosts").write_text("".join(f"{h.name},{h.address},{h.address6} {key}" for h, key in keys.items()))
@@ -145,7 +146,7 @@ def write_names(hosts: Sequence[Host], folder: Path) -> None:
 
 
 def write_client(folder: Path) -> None:
-    """The client's key, and an `ssh` that reads this folder's configuration, not the user's."""
+    """Write the client's key, and an `ssh` that reads this folder's configuration instead of the user's."""
     command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
     (folder / "bin").mkdir()
     wrapper = folder / "bin" / "ssh"

@@ -1,8 +1,7 @@
-"""A slow, lossy wire in user space: frames that come in at one interface leave by another, later or never.
+"""A slow, lossy link in user space: frames that arrive at one interface leave by another, late or never.
 
-`python relay.py A B DELAY LOSS SEED` joins the interfaces A and B of its network namespace. It ends when it is killed; the process
-that was started ends as soon as the wire works and prints the number of the one that stays. The kernel's netem would do the
-same, where it is built in.
+`python lossy_link.py A B DELAY LOSS SEED` joins the interfaces A and B of its network namespace. The command prints the pid of
+the process that carries the frames until it is killed. Linux's netem does the same, but not every kernel has it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _PACKET_ADD_MEMBERSHIP = 1
 _PACKET_MR_PROMISC = 1
 _PACKET_VNET_HDR = 15
 _PACKET_IGNORE_OUTGOING = 23
-_LARGEST = 1 << 17  # a frame that the kernel has not cut into packets yet is up to 64 KiB
+_LARGEST = 1 << 17  # a frame that Linux has not segmented yet has up to 64 KiB
 
 
 def tap(interface: str) -> socket.socket:
-    """All frames that arrive at an interface; what is sent leaves by it."""
+    """A socket that receives all frames of an interface, and sends by it."""
     raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-    # Between two namespaces of one machine, checksums and the cutting into packets are left to a card that never comes: the header
-    # of virtio keeps what is still to be done beside each frame. Without it the receiver would drop them as damaged.
+    # Linux leaves checksums and segmentation to network cards, and between two namespaces there are none. The virtio header
+    # of a frame keeps what is still to be done. Without this header the receiver drops the frame as damaged.
     raw.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     raw.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
@@ -41,7 +40,7 @@ def tap(interface: str) -> socket.socket:
 
 
 def carry(left: socket.socket, right: socket.socket, delay: float, loss: float, chance: random.Random) -> None:
-    """Forever: each frame, `delay` seconds later, unless chance loses it."""
+    """Without end, forward each frame `delay` seconds later, unless chance loses it."""
     across = {left: right, right: left}
     due: list[tuple[float, int, socket.socket, bytes]] = []
     number = 0
@@ -55,7 +54,7 @@ def carry(left: socket.socket, right: socket.socket, delay: float, loss: float, 
                     frame = source.recv(_LARGEST)
                 except BlockingIOError:
                     break
-                except OSError:  # the interface was down for a moment: it says so once
+                except OSError:  # the interface was down for a moment, which gives one error
                     continue
                 number += 1  # frames due at the same time keep their order
                 if chance.random() >= loss:
@@ -64,7 +63,7 @@ def carry(left: socket.socket, right: socket.socket, delay: float, loss: float, 
             _, _, target, frame = heapq.heappop(due)
             try:
                 target.send(frame)
-            except OSError:  # a full or downed interface loses frames, as wires do
+            except OSError:  # an interface that is full or down loses frames
                 continue
 
 

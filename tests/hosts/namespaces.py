@@ -1,4 +1,4 @@
-"""Network namespaces and what runs in them, by the commands of iproute2."""
+"""Network namespaces and the processes in them, by the commands of iproute2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENVIRONMENT = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/s
 
 @functools.cache
 def missing() -> str | None:
-    """Why there can be no network here, or None."""
+    """The reason why a test network is impossible here, or None."""
     if os.geteuid() != 0:
         return f"{NEEDS}: not root"
     for program in ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "mount"):
@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 
 def command(*words: str, feed: str = "") -> str:
-    """What a command prints. OSError says what it complains about."""
+    """Run a command and return its output; raise OSError with its stderr."""
     done = subprocess.run(words, input=feed, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         raise OSError(f"{' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()}\n{feed}")
@@ -52,13 +52,13 @@ def command(*words: str, feed: str = "") -> str:
 
 
 def ip(namespace: str, lines: str) -> None:
-    """Many commands of `ip` in a namespace ("": this one) by one process."""
+    """Run lines of `ip` commands in a namespace ("": this process's), as one batch."""
     command("ip", *(["-n", namespace] if namespace else []), "-batch", "-", feed=lines)
 
 
 def processes_in(namespace: str) -> set[int]:
-    """Every process in a network namespace. Zombies are in none."""
-    assert namespace, "the driver's machine is this one: its processes are not all ours"
+    """Every process in a network namespace, without zombies, which Linux shows in none."""
+    assert namespace, "the driver's host is this machine: not all of its processes belong to the test"
     try:
         where = os.stat(NETNS / namespace)
     except FileNotFoundError:  # another run's `sweep` was faster
@@ -76,11 +76,11 @@ def processes_in(namespace: str) -> set[int]:
 
 
 def kill_all(namespace: str, spared: int = 0) -> None:
-    """Kill whatever runs in a namespace, and what it starts meanwhile, but for one process."""
+    """Kill all processes in a namespace, also those that they start meanwhile, except one."""
 
     def empty() -> bool:
         pids = processes_in(namespace) - {spared}
-        for sig in (signal.SIGSTOP, signal.SIGKILL):  # all at once: none is left to tell of another one's end
+        for sig in (signal.SIGSTOP, signal.SIGKILL):  # stop all first, so that none reports another one's end
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, sig)
@@ -90,10 +90,10 @@ def kill_all(namespace: str, spared: int = 0) -> None:
 
 
 def free_subnets() -> tuple[ipaddress.IPv4Network, ipaddress.IPv4Network, ipaddress.IPv6Network]:
-    """Three subnets: the hosts' (no route here leads there yet), one for second interfaces, one of IPv6."""
+    """Three subnets: one for the hosts, without a route here yet, one for second interfaces, one of IPv6."""
     routes = json.loads(command("ip", "-j", "-4", "route", "show", "table", "all") or "[]")
     taken = [ipaddress.ip_network(route["dst"]) for route in routes if route["dst"] != "default"]
-    taken = [there for there in taken if there.prefixlen > 12]  # a wide route gives way to ours
+    taken = [there for there in taken if there.prefixlen > 12]  # a wider route gives way to the test network's
     first = os.getpid() * 4  # runs side by side begin their search at different places
     for number in (n % (1 << 14) for n in range(first, first + (1 << 14))):
         x, y = divmod(number, 256)
@@ -124,7 +124,7 @@ def dismantle(name: str) -> None:
 
 
 def sweep() -> None:
-    """Remove what test runs have left that were killed before they could do it."""
+    """Remove the namespaces, links and folders that killed test runs have left."""
     folders = Path(tempfile.gettempdir()).glob("nbe*-*-*")
     for name in {*names("nbe*-*-*"), *(folder.name for folder in folders)}:
         match = re.match(r"(nbe(\d+)-\d+)-", name)

@@ -1,11 +1,13 @@
-"""Several machines on one: Linux network namespaces with an address and an OpenSSH server each, which can be cut off, slowed and killed.
+"""Several hosts on one machine: network namespaces with an address and an OpenSSH server each.
 
-    switch namespace:   [ bridge ]--p0--  "driver": this process, an address in the namespace it lives in
+Tests can cut these hosts off, slow them and kill them.
+
+    switch namespace:   [ bridge ]--p0--  "driver": this process, with an address in its own namespace
                              |  |---p1--  h1: eth0, sshd
                              |------p2--  h2: eth0, sshd       no packet leaves these namespaces
 
-What the hosts have of their own: addresses, routes, loopback, abstract sockets, host name, boot id, /etc/hosts, SSH keys. What they share with this
-machine: files, process numbers, clock, processors, memory.
+Each host has its own addresses, routes, loopback, abstract sockets, host name, boot id, /etc/hosts and SSH keys. All hosts share
+files, process numbers, clock, processors and memory with this machine.
 """
 
 from __future__ import annotations
@@ -44,34 +46,34 @@ from tests.support.waiting import until
 
 __all__ = ["DRIVER", "NEEDS", "Host", "Network", "missing"]
 
-DRIVER = "driver"  # the name under which faults speak of this process's own machine
+DRIVER = "driver"  # the name of this process's host, for `cut` and the other faults
 
-_NOBODY = "02:6e:62:65:ff:ff"  # frames to this address arrive nowhere, and nobody is told
+_UNUSED_MAC = "02:6e:62:65:ff:ff"  # frames to this hardware address vanish without an error
 _count = itertools.count()
 
 
 class Network:
-    """`with Network(3) as network:` three machines h1, h2, h3; nothing of them is left afterwards."""
+    """`with Network(3) as network:` starts the hosts h1, h2 and h3, and removes them afterwards."""
 
     def __init__(self, hosts: int = 3) -> None:
         self.first = tuple(f"h{number}" for number in range(1, hosts + 1))
         self.hosts: dict[str, Host]
         self._cut: set[str]
-        self._deaf: set[tuple[str, str]]  # (a, b): what a sends to b vanishes
+        self._cut_pairs: set[tuple[str, str]]  # (a, b): packets from a to b vanish
         self._slow: dict[str, list[int]]  # host -> its relays
-        self._told: dict[str, set[str]]  # what each namespace was told about its neighbours
-        self._new: dict[str, str]  # host -> its interfaces and their addresses as it was started
+        self._neighbours: dict[str, set[str]]  # host -> the neighbour entries that its namespace has
+        self._fresh_addresses: dict[str, str]  # host -> its interfaces and addresses at its start
 
     def __enter__(self) -> Self:
         sweep()
-        self.hosts, self._cut, self._deaf, self._slow, self._told = {}, set(), set(), {}, {}
+        self.hosts, self._cut, self._cut_pairs, self._slow, self._neighbours = {}, set(), set(), {}, {}
         self.name = f"nbe{os.getpid()}-{next(_count)}"
         self.switch = f"{self.name}-switch"
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
         try:
             self._build()
             self.add(*self.first)
-            self._new = {name: self._addresses(name) for name in self.first}
+            self._fresh_addresses = {name: self._addresses(name) for name in self.first}
         except BaseException:
             self.__exit__()
             raise
@@ -86,7 +88,7 @@ class Network:
 
     @property
     def path(self) -> str:
-        """A folder for the front of PATH: its `ssh` knows the hosts' names and keys, and asks nothing."""
+        """A folder for the front of PATH, with an `ssh` that has the hosts' names and keys."""
         return str(self.folder / "bin")
 
     @property
@@ -94,9 +96,9 @@ class Network:
         return self.folder / "ssh_config"
 
     def _build(self) -> None:
-        """The switch, this process's place at it, the client's key."""
+        """Make the switch, this process's interface on it, and the client's key."""
         self._subnet, self._second, self._subnet6 = free_subnets()
-        # sshd locks its unprivileged part up in this folder; a service would have made it
+        # sshd needs this folder, which its system service would make
         Path("/run/sshd").mkdir(exist_ok=True)
         host_setup.write_client(self.folder)
         ip("", f"netns add {self.switch}\n")
@@ -128,7 +130,7 @@ class Network:
 
     @staticmethod
     def _up(host: Host, eth0: str = "eth0") -> str:
-        """What brings a host's connected interfaces up, for `ip -batch`."""
+        """The lines for `ip -batch` that bring a host's connected interfaces up."""
         lines = ""
         for interface, (_, addresses) in host.interfaces().items():
             device = eth0 if interface == "eth0" else interface
@@ -139,14 +141,14 @@ class Network:
         return lines
 
     def add(self, *names: str, **kind: Any) -> tuple[Host, ...]:
-        """More machines, which start side by side. Of what kind:
+        """Start more hosts at the same time. Options:
 
-        - `dead="alone"`: it also has an interface `dead0`, listed first, that is up and connected to nothing, with an address in a subnet of
-          its own; `"shared"`: all such hosts claim to be in one subnet there; `"docker"`: each is 172.17.0.1 there.
-        - `second=True`: eth1 works as well; it and the others of this kind meet there in a second subnet, without the driver.
-        - `password_only=True`: its sshd takes no keys. `sshd=False`: nothing listens, connections are refused (and after `cut`: vanish).
-        - `python=False`: neither PATH nor the place of this process's Python has a Python there.
-        - `hides=("/folder", ...)`: there these folders, which hosts otherwise share, are empty and its own.
+        - `dead`: an interface `dead0`, listed first, is up but not connected. `"alone"`: its subnet has no other host;
+          `"shared"`: all such hosts have addresses in one subnet; `"docker"`: each has the address 172.17.0.1.
+        - `second=True`: eth1 connects such hosts in a second subnet, without the driver.
+        - `password_only=True`: its sshd accepts no keys. `sshd=False`: nothing listens, so connections are refused.
+        - `python=False`: the host has no Python, neither on PATH nor in the folder of this process's Python.
+        - `hides=("/folder", ...)`: these folders are empty on the host, and not shared.
         """
         hosts = []
         for name in names:
@@ -167,32 +169,34 @@ class Network:
         for host in hosts:
             dead = f"addr add {host.dead_address()} dev dead0\nlink set dead0 up\n" if host.dead else ""
             ip(host.namespace, f"link set lo up\n{dead}{self._up(host)}")
-            host_setup.furnish(host)
-        self._tell()
-        self._boot(hosts)
+            host_setup.write_host_files(host)
+        self._update_neighbours()
+        self._start_ssh_servers(hosts)
         return tuple(hosts)
 
     def remove(self, *names: str) -> None:
-        """Remove hosts that `add` started, with all that runs on them."""
+        """Remove hosts that `add` started, with all their processes."""
         self.heal(*names)
         for name in names:
             host = self.hosts.pop(name)
             kill_all(host.namespace)
-            # the kernel removes the cables of a deleted namespace at its leisure; the next host's have the same names
+            # Linux removes the cables of a deleted namespace later, and the next host's cables have the same names
             cables = [*host.ports().values(), *([f"dead{host.number}"] if host.dead else [])]
             ip(self.switch, "".join(f"link del {cable}\n" for cable in cables))
             ip("", f"netns del {host.namespace}\n")
-            self._told.pop(name, None)
+            self._neighbours.pop(name, None)
             shutil.rmtree(host.folder)
-        self._tell()
+        self._update_neighbours()
 
     def restore(self) -> None:
-        """Make this network as it was when it was new; build it again if a test has changed the inside of one of its first hosts."""
+        """Undo all changes; build the network again if a test has changed addresses or the sshd of one of its first hosts."""
         self.heal()
         self.remove(*(name for name in self.hosts if name not in {DRIVER, *self.first}))
         for name in self.first:
             kill_all(self.hosts[name].namespace, self._server(name))
-        if self._new != {name: self._addresses(name) for name in self.first} or not all(map(self._server, self.first)):
+        if self._fresh_addresses != {name: self._addresses(name) for name in self.first} or not all(
+            map(self._server, self.first)
+        ):
             self.__exit__()
             self.__enter__()
 
@@ -206,56 +210,56 @@ class Network:
         return server if server in self.processes(host) else 0
 
     def strays(self, host: str) -> set[int]:
-        """What runs on a host beside its SSH server."""
+        """The processes on a host other than its SSH server."""
         return self.processes(host) - {self._server(host)}
 
-    def _tell(self) -> None:
-        """Bring everyone's list of neighbours up to date.
+    def _update_neighbours(self) -> None:
+        """Update the list of neighbours of each host.
 
-        The lists are fixed: no ARP can fail, so what is cut off is silent, and never "no route to host".
+        The entries are permanent: ARP cannot fail, so a host that is cut off gives no error such as "no route to host".
         """
         for host in self.hosts.values():
             wanted = set()
             for other in self.hosts.values():
-                deaf = (host.name, other.name) in self._deaf
+                is_cut = (host.name, other.name) in self._cut_pairs
                 for interface, (mac, addresses) in other.interfaces().items() if other is not host else ():
                     device = self.name if host.name == DRIVER else interface
                     if interface in host.interfaces():
-                        mac_told = _NOBODY if deaf else mac
-                        wanted |= {f"{a} lladdr {mac_told} dev {device} nud permanent" for a in addresses}
-            news = wanted - self._told.get(host.name, set())
-            if news:
-                ip(host.namespace, "".join(f"neigh replace {line}\n" for line in sorted(news)))
-            self._told[host.name] = wanted
+                        lladdr = _UNUSED_MAC if is_cut else mac
+                        wanted |= {f"{a} lladdr {lladdr} dev {device} nud permanent" for a in addresses}
+            changes = wanted - self._neighbours.get(host.name, set())
+            if changes:
+                ip(host.namespace, "".join(f"neigh replace {line}\n" for line in sorted(changes)))
+            self._neighbours[host.name] = wanted
         host_setup.write_names([host for host in self.hosts.values() if host.name != DRIVER], self.folder)
 
-    def _boot(self, hosts: Sequence[Host]) -> None:
-        """Start the SSH servers. They are daemons, so they are nobody's children: what a test counts as started by itself are not they."""
+    def _start_ssh_servers(self, hosts: Sequence[Host]) -> None:
+        """Start the SSH servers as daemons, so that a test does not count them among its children."""
         waiting = [host for host in hosts if host.sshd]
-        daemon = shutil.which("sshd", path=ENVIRONMENT["PATH"])  # it starts itself again, and wants to know where it is
+        daemon = shutil.which("sshd", path=ENVIRONMENT["PATH"])  # it starts itself again, and so needs its full path
         for host in waiting:
             (host.folder / "sshd.pid").unlink(missing_ok=True)
             files = ["-f", str(host.folder / "sshd_config"), "-E", str(host.folder / "sshd.log")]
             self.run(host.name, str(daemon), *files)
-        for host in waiting:  # the file is written when it listens
+        for host in waiting:  # sshd writes this file when it listens
             file = host.folder / "sshd.pid"
             until(file.exists, DEADLINE, f"{file}; see sshd.log beside it")
 
     def run(self, host: str, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host, not through SSH; its output as text. An exit code other than 0 is an error, unless `check=False`."""
+        """Run a command on a host, without SSH. Its output is text; an exit code other than 0 raises unless `check=False`."""
         options = {"check": True, "capture_output": True, "text": True, "env": ENVIRONMENT, "timeout": 60, **options}
         return subprocess.run([*self.inside(host), *command], **options)  # noqa: PLW1510 - in the options
 
     def inside(self, host: str) -> list[str]:
-        """What to put before a command, for Popen, to have it run on a host."""
+        """The words before a command, for Popen, that make it run on a host."""
         return self.hosts[host].inside()
 
     def socket(self, host: str, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> socket.socket:
-        """A socket of a host, in the hands of this process: it binds and connects there."""
+        """A socket that this process uses, and that binds and connects on a host."""
         namespace = self.hosts[host].namespace
 
         def there() -> socket.socket:
-            # a thread can change its namespace, and a socket stays in the one where it was made
+            # a thread can change its namespace, and a socket stays in the namespace where it was made
             if namespace:
                 with open(NETNS / namespace) as file:
                     if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
@@ -270,24 +274,25 @@ class Network:
         return processes_in(self.hosts[host].namespace)
 
     def cut(self, *hosts: str) -> None:
-        """From now on all packets from and to these hosts vanish; no connection is told."""
+        """From now on all packets from and to these hosts vanish, without an error on any connection."""
         for host in hosts:
             self._cut.add(host)
-            self._plug(host)
+            self._connect_cables(host)
 
     def cut_between(self, a: str, b: str, *, one_way: bool = False) -> None:
-        """From now on all packets from a to b vanish, and unless one_way those from b to a."""
-        self._deaf |= {(a, b)} if one_way else {(a, b), (b, a)}
-        self._tell()
+        """From now on all packets from a to b vanish, and without `one_way` also the packets from b to a."""
+        self._cut_pairs |= {(a, b)} if one_way else {(a, b), (b, a)}
+        self._update_neighbours()
 
     def slow(self, *hosts: str, delay: float = 0.2, loss: float = 0.0, seed: int = 0) -> None:
-        """From now on packets from and to these hosts need half the delay (seconds; so an answer comes after all of it), or get lost.
+        """From now on delay packets from and to these hosts, and lose some.
 
-        loss is the probability for each frame; a frame can be up to 64 KiB of a stream. Two slow hosts are twice as far from each other.
+        A packet needs half of `delay` (seconds), so an answer needs all of it, and twice that between two slow hosts. `loss` is
+        the probability for each frame, which can be up to 64 KiB of a stream.
         """
-        relay = str(Path(__file__).with_name("relay.py"))
+        relay = str(Path(__file__).with_name("lossy_link.py"))
         for host in hosts:
-            self._hurry(host)
+            self._end_relays(host)
             relays = []
             for port in self.hosts[host].ports().values():
                 near, far = f"{port}n", f"{port}f"
@@ -295,10 +300,10 @@ class Network:
                 wire = [sys.executable, relay, port, near, str(delay / 2), str(loss), str(seed)]
                 relays.append(int(command("ip", "netns", "exec", self.switch, *wire)))  # returns when the relay works
             self._slow[host] = relays
-            self._plug(host)
+            self._connect_cables(host)
 
-    def _hurry(self, host: str) -> None:
-        """Take the relays out of the way; the cables end nowhere then."""
+    def _end_relays(self, host: str) -> None:
+        """End the relays of a host; its cables are not connected afterwards."""
         relays = self._slow.pop(host, [])
         for pid in relays:
             os.kill(pid, signal.SIGKILL)
@@ -306,10 +311,10 @@ class Network:
         if relays:
             ip(self.switch, "".join(f"link del {port}n\n" for port in self.hosts[host].ports().values()))
 
-    def _plug(self, host: str) -> None:
-        """Into the switch goes the end of each cable, the relay's if there is one, and none while the host is cut off.
+    def _connect_cables(self, host: str) -> None:
+        """Connect each cable, or its relay, to the switch, unless the host is cut off.
 
-        It is pulled out here, so that the host's own end stays up.
+        A cut removes the cable here, so that the host's end stays up.
         """
         lines = ""
         for port in self.hosts[host].ports().values():
@@ -320,28 +325,28 @@ class Network:
         ip(self.switch, lines)
 
     def heal(self, *hosts: str) -> None:
-        """The network of these hosts, or of all, works again: what `cut`, `cut_between` and `slow` did is undone."""
+        """Undo `cut`, `cut_between` and `slow` for these hosts, or for all."""
         chosen = set(hosts or self.hosts)
-        ill = chosen & (self._cut | set(self._slow))
+        changed = chosen & (self._cut | set(self._slow))
         self._cut -= chosen
-        for host in ill:
-            self._hurry(host)
-            self._plug(host)
-        self._deaf = {pair for pair in self._deaf if not chosen & set(pair)}
-        self._tell()
+        for host in changed:
+            self._end_relays(host)
+            self._connect_cables(host)
+        self._cut_pairs = {pair for pair in self._cut_pairs if not chosen & set(pair)}
+        self._update_neighbours()
 
     def kill(self, *hosts: str) -> None:
-        """Kill every process on these hosts, sshd too. Their kernel lives on and closes the connections: the others notice."""
+        """Kill every process on these hosts, with sshd. Linux closes their connections, so the other ends notice."""
         for host in hosts:
             kill_all(self.hosts[host].namespace)
 
     def power_off(self, *hosts: str) -> None:
-        """These hosts are gone between two packets: nobody is told."""
+        """Cut these hosts off and kill all their processes, so that no other host gets a notice."""
         self.cut(*hosts)
         self.kill(*hosts)
 
     def reboot(self, *hosts: str) -> None:
-        """Whatever still runs on these hosts is killed; their network works, and sshd runs again."""
+        """Kill all processes on these hosts, make their network work again, and start sshd."""
         self.kill(*hosts)
         self.heal(*hosts)
-        self._boot([self.hosts[host] for host in hosts])
+        self._start_ssh_servers([self.hosts[host] for host in hosts])

@@ -1,4 +1,4 @@
-"""Kernel and driver die, and their cluster is on other machines: ssh clients, gates and hosts outlive them, or end."""
+"""The kernel and driver of a cluster on other hosts die: ssh clients, TCP proxies and hosts outlive them, or end."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tests.support.processes import alive
 from tests.support.waiting import until
 
 SILENCE = 2.0
-OLD_LEASE = 8.0  # seconds that agents on other machines used to live without word of the driver
+OLD_LEASE = 8.0  # seconds: the lease of agents on other hosts in earlier versions
 
 
 @pytest.fixture
 def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
-    """A kernel with a kept cluster on h1 and h2; at the end whoever has it stops it, and nothing of it is left anywhere."""
-    usual = {"hosts": "h1:1,h2:1", "env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": SILENCE}
-    with start_kernels("far", tmp_path, LONG, **usual) as start:
+    """Start kernels with kept clusters on h1 and h2; at the end stop the clusters, and check that nothing is left."""
+    defaults = {"hosts": "h1:1,h2:1", "env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": SILENCE}
+    with start_kernels("far", tmp_path, LONG, **defaults) as start:
         yield start
     network.heal()
     check_nothing_left(network, temporary)
 
 
-def whole(kernel: Kernel, world: int = 2) -> AttachedTraining:
-    """It is attached to, and trains."""
+def attach_and_wait(kernel: Kernel, world: int = 2) -> AttachedTraining:
+    """Attach to the kernel's cluster, and wait until `world` workers train."""
     training = attached(kernel)
     training.wait_for_world(world, LONG)
     return training
@@ -45,47 +45,47 @@ def end(training: AttachedTraining) -> None:
     training.cluster.stop()
 
 
-def test_the_kernel_alone(kept):
-    """Hosts behind ssh and a gate go on, and are there again for the next kernel, which nobody who trains notices."""
+def test_kernel_and_driver_die(kept):
+    """Hosts behind ssh and a TCP proxy train on, and are connected to the next driver in the same generation."""
     kernel = kept()
     generation = kernel.wait_for_steps(2)
     kernel.kill_with_driver()
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps without a driver")
-    training = whole(kernel)
+    training = attach_and_wait(kernel)
     assert training.cluster.status().generation == generation
     assert event_texts(training.cluster, "host-lost") == []
     end(training)
 
 
-def test_the_kernel_and_a_host(kept, network):
-    """Who is left waits with its state; the host is lost to the next kernel, and comes back when it is there again."""
+def test_kernel_driver_and_a_host_die(kept, network):
+    """The survivor waits with its state; the next driver finds the host lost, and uses it again after its reboot."""
     kernel = kept()
     kernel.wait_for_steps(2)
     kernel.kill_with_driver()
     network.power_off("h2")
-    training = whole(kernel, 1)
+    training = attach_and_wait(kernel, 1)
     network.reboot("h2")
     training.wait_for_world(2, LONG)
     end(training)
 
 
-def test_the_kernel_and_its_gate(kept):
-    """It is opened again with the same doors, and all come back."""
+def test_kernel_driver_and_tcp_proxy_die(kept):
+    """A new TCP proxy listens at the same endpoints, and all hosts reconnect in the same generation."""
     kernel = kept()
     generation = kernel.wait_for_steps(2)
-    gates = [pid_of(gate.process) for gate in kernel.snapshot.proxies]
-    assert gates
+    proxies = [pid_of(proxy.process) for proxy in kernel.snapshot.proxies]
+    assert proxies
     kernel.kill_with_driver()
-    for gate in gates:
-        os.kill(gate, signal.SIGKILL)
-    until(lambda: not any(map(alive, gates)), what="the gates to end")
-    training = whole(kernel)
+    for proxy in proxies:
+        os.kill(proxy, signal.SIGKILL)
+    until(lambda: not any(map(alive, proxies)), what="the TCP proxies to end")
+    training = attach_and_wait(kernel)
     assert training.cluster.status().generation == generation
-    gates = [pid_of(gate.process) for gate in kernel.snapshot.proxies]
-    for gate in gates:
-        os.kill(gate, signal.SIGKILL)
-    until(lambda: not any(map(alive, gates)), what="the gates to end")
+    proxies = [pid_of(proxy.process) for proxy in kernel.snapshot.proxies]
+    for proxy in proxies:
+        os.kill(proxy, signal.SIGKILL)
+    until(lambda: not any(map(alive, proxies)), what="the TCP proxies to end")
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps")
     assert training.cluster.status().generation == generation
@@ -94,9 +94,9 @@ def test_the_kernel_and_its_gate(kept):
 
 @pytest.mark.parametrize("with_driver", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
-    """Nobody notices, without `keep` too: hosts at the other end of an ssh line that stands go on training.
+    """A cluster that is not kept trains on while its kernel is stopped: the ssh connections stay.
 
-    Of a laptop whose lid is closed the driver is stopped as well; it notices that it was away.
+    With `with_driver` the driver is stopped too, as on a closed laptop; it notices that it was away.
     """
     kernel = kept(keep=False)
     generation = kernel.wait_for_steps(2)
@@ -106,23 +106,23 @@ def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
     for victim in victims:
         os.kill(victim, signal.SIGSTOP)
     try:
-        trained_for(kernel, stopped, OLD_LEASE + 2)
+        wait_for_steps_after(kernel, stopped, OLD_LEASE + 2)
     finally:
         for victim in victims:
             os.kill(victim, signal.SIGCONT)
     if with_driver:
-        until(lambda: "driver-away" in kinds(kernel), LONG, "the driver to notice that it was away")
-    trained_for(kernel, time.time(), 3 * SILENCE)
+        until(lambda: "driver-away" in event_kinds(kernel), LONG, "the driver to notice that it was away")
+    wait_for_steps_after(kernel, time.time(), 3 * SILENCE)
     assert {line["pid"] for line in kernel.steps() if line["t"] > stopped} == workers
     assert {line["generation"] for line in kernel.steps() if line["t"] > stopped} == {generation}
-    assert not {"worker-lost", "host-lost", "world-broken"}.intersection(kinds(kernel))
-    assert ("driver-away" in kinds(kernel)) is with_driver
+    assert not {"worker-lost", "host-lost", "world-broken"}.intersection(event_kinds(kernel))
+    assert ("driver-away" in event_kinds(kernel)) is with_driver
     steps = [line["step"] for line in kernel.steps() if line["pid"] == min(workers)]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     kernel.end()
 
 
-def trained_for(kernel: Kernel, since: float, seconds: float) -> None:
+def wait_for_steps_after(kernel: Kernel, since: float, seconds: float) -> None:
     """Wait for a step that all workers made so many seconds after the time `since`."""
 
     def late() -> bool:
@@ -132,25 +132,25 @@ def trained_for(kernel: Kernel, since: float, seconds: float) -> None:
     until(late, LONG, f"steps {seconds} s later")
 
 
-def kinds(kernel: Kernel) -> set[str]:
-    """Of the lines for people in its event log."""
+def event_kinds(kernel: Kernel) -> set[str]:
+    """The kinds of the records in the cluster's event log."""
     lines = (kernel.folder.parent / "logs" / "events.jsonl").read_text().splitlines()
     return {json.loads(line).get("record", {}).get("kind", "") for line in lines}
 
 
 @pytest.mark.soak
-def test_nobody_comes(kept):
-    """Hosts elsewhere end with the lease, too."""
+def test_hosts_end_with_the_lease(kept):
+    """Without a kernel, hosts on other machines end with the lease, too."""
     kernel = kept(lease=5.0)
     kernel.wait_for_steps(2)
     kernel.kill_with_driver()
-    ends(kernel)
+    wait_for_end(kernel)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("with_controller", [False, True])
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_controller):
-    """The kernel and its driver are killed, and ipyparallel's controller, which sees to that: then the gate does."""
+    """When kernel and driver are killed, ipyparallel's controller ends the hosts; without it, the TCP proxy does."""
     kernel = kept(keep=False)
     kernel.wait_for_steps(2)
     controller = kernel.pid_of("controller")
@@ -159,10 +159,10 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_controller):
     kernel.kill_with_driver()
     if with_controller:
         os.kill(controller, signal.SIGKILL)
-    ends(kernel)
+    wait_for_end(kernel)
 
 
-def ends(kernel: Kernel) -> None:
-    """Nothing is left of it, here and elsewhere."""
+def wait_for_end(kernel: Kernel) -> None:
+    """Wait until nothing of the cluster is left, here and on the hosts."""
     workers = {line["pid"] for line in kernel.steps()}
     until(lambda: not kernel.leftovers() and not any(map(alive, workers)), LONG, "nothing to be left")

@@ -1,4 +1,4 @@
-"""Hosts whose networks are not all alike: dead interfaces, several of them, IPv6 only, and peers out of reach."""
+"""Hosts with different networks: dead interfaces, several interfaces, IPv6 only, and unreachable peers."""
 
 import re
 
@@ -15,18 +15,23 @@ def addresses(cluster):
 
 
 def test_dead_interfaces_are_not_used(network, trains):
-    """Each host has an interface that is up and leads nowhere, before or after the one that works: they train together."""
-    network.add("h4", "h5", dead="docker")  # both have the same address there
-    dead = "link add name later type veth peer name nowhere\nlink set nowhere up\naddr add 172.28.0.1/24 dev later\nlink set later up\n"
-    network.run("h1", "ip", "-batch", "-", input=dead)
+    """Hosts train together though each has a dead interface, before or after its working one."""
+    network.add("h4", "h5", dead="docker")  # both have the same address on it
+    lines = (
+        "link add name later type veth peer name nowhere",
+        "link set nowhere up",
+        "addr add 172.28.0.1/24 dev later",
+        "link set later up",
+    )
+    network.run("h1", "ip", "-batch", "-", input="".join(f"{line}\n" for line in lines))
     training = trains("h4:1,h5:1,h1:1", min=3)
     training.wait_for_world(3, timeout=LONG)
     assert addresses(training.cluster) == {name: network[name].address for name in ("h4", "h5", "h1")}
     assert len(training.finish(timeout=LONG)) == 3
 
 
-def test_hosts_meet_where_they_reach_each_other(network, trains):
-    """On the interface by which they reach the driver they do not reach one another: they train by their second one."""
+def test_hosts_train_on_the_interface_where_they_reach_each_other(network, trains):
+    """Hosts that do not reach each other on the driver's network train on their second interface."""
     network.add("h4", "h5", second=True)
     for host, peer in (("h4", "h5"), ("h5", "h4")):
         network.run(host, "ip", "neigh", "replace", network[peer].address, "lladdr", "02:6e:62:65:ff:fe", "dev", "eth0")
@@ -37,7 +42,7 @@ def test_hosts_meet_where_they_reach_each_other(network, trains):
 
 
 def test_the_user_names_the_interfaces(network, trains):
-    """`nics="eth1"`: hosts that have it train there; one that does not is told so, and left alone."""
+    """With `nics="eth1"` hosts with that interface train on it, and a host without it is lost with that reason."""
     network.add("h4", "h5", second=True)
     training = trains("h1:1,h4:1,h5:1", min=2, nics="eth1", cooldown=(60, 60))
     training.wait_for_world(2, timeout=LONG)
@@ -51,7 +56,7 @@ def test_the_user_names_the_interfaces(network, trains):
 
 
 def test_hosts_that_have_ipv6_only(network, trains):
-    """Given in brackets, or by a name: they train together over IPv6."""
+    """Hosts with only IPv6, given by an address in brackets or by name, train together."""
     for name in ("h1", "h2"):
         network.run(name, "ip", "-4", "address", "flush", "dev", "eth0")
     one = network["h1"].address6
@@ -63,7 +68,7 @@ def test_hosts_that_have_ipv6_only(network, trains):
 
 @pytest.mark.cold
 def test_this_machine_and_others_train_together(network, make, trains):
-    """From the start, or with a host that joins while this one trains alone: this one moves off its loopback address. A host drains."""
+    """This machine leaves its loopback address when another host joins, at the start or later; the other host drains."""
     training = trains("localhost:1", min=1)
     here = training.wait_for_world(1, timeout=LONG)
     cluster = training.cluster
@@ -84,15 +89,15 @@ def test_this_machine_and_others_train_together(network, make, trains):
 
 @pytest.mark.soak
 def test_a_newcomer_that_does_not_reach_its_peers(network, trains):
-    """It reaches the driver, but not one of those who train: it is named and left out, they go on; healed, it joins by itself."""
+    """A newcomer that does not reach a member is left out with that reason; after the network is healed, it joins."""
     training = trains("h1:1,h2:1", min=1, cooldown=(1, 2))
     training.wait_for_world(2, timeout=LONG)
     cluster = training.cluster
     network.cut_between("h2", "h3")
     cluster.add_host("h3:1")
-    (said, *_) = until(lambda: event_texts(cluster, "host-unreachable", "h3"), LONG, "h3 to be left out")
+    (reason, *_) = until(lambda: event_texts(cluster, "host-unreachable", "h3"), LONG, "h3 to be left out")
     peer = re.escape(f"h2 at {network['h2'].address}")
-    assert re.fullmatch(rf"h3: reaches the driver but not its peers \({peer}\); tried again in [0-9.]+ s", said)
+    assert re.fullmatch(rf"h3: reaches the driver but not its peers \({peer}\); tried again in [0-9.]+ s", reason)
     wait_for_more_steps(training)
     assert training.cluster.status().world_size == 2
     assert not event_texts(cluster, "world-broken")

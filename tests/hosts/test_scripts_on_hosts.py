@@ -1,4 +1,4 @@
-"""Scripts on hosts that are reached by ssh, and terminals' torchruns on other machines."""
+"""Scripts on hosts that are reached by ssh, and torchruns in terminals of other machines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SILENCE = 2.0
 
 
 class Terminal:
-    """A command that somebody has typed at a terminal of a host, through ssh."""
+    """A command in a terminal of a host, through ssh."""
 
     def __init__(self, process: subprocess.Popen[str], output: Path) -> None:
         self._process, self._output = process, output
@@ -51,14 +51,14 @@ class Terminal:
         return self._process.wait(LONG)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         lines = self._output.read_text().replace("\r", "").splitlines()
-        return "\n".join(line for line in lines if not line.startswith("Connection to "))  # that is ssh's own
+        return "\n".join(line for line in lines if not line.startswith("Connection to "))  # ssh prints this line
 
 
 @pytest.fixture
 def terminal(network: Network, temporary: Path, tmp_path: Path) -> Callable[..., Any]:
-    """`with terminal("h3", file, script, ...) as run:` torchrun on a host, with a cluster file that is there."""
+    """`with terminal("h3", file, script, ...) as run:` runs torchrun on a host, with the connection file `file`."""
 
     @contextmanager
     def start(host: str, file: str, *arguments: Any) -> Iterator[Terminal]:
@@ -78,14 +78,14 @@ def terminal(network: Network, temporary: Path, tmp_path: Path) -> Callable[...,
             try:
                 yield Terminal(process, output)
             finally:
-                process.terminate()  # the terminal is closed: what runs there gets SIGHUP
+                process.terminate()  # the terminal closes: its processes get SIGHUP
 
     return start
 
 
 @pytest.fixture
 def carry(network: Network) -> Callable[..., str]:
-    """Copy a file to a host, as its owner would: where it is then."""
+    """Copy a file to a host by scp, and return its path there."""
 
     def copy(file: Path, host: str) -> str:
         there = network.folder / f"copy-on-{host}.json"
@@ -103,11 +103,11 @@ def external_nodes(cluster: nbe.Cluster) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_a_script_on_hosts_that_die_are_cut_off_and_come(network, make, tmp_path):
-    """Each time the others begin again at once, smaller, and grow again: with those that come back, and with one more."""
+def test_a_script_on_hosts_that_die_are_cut_off_and_join(network, make, tmp_path):
+    """When a host is lost, the script restarts on the others at once; it grows when the host returns or another joins."""
     cluster = make("h1:1,h2:1", min=1, silence=SILENCE)
     training = ScriptTraining(cluster, tmp_path / "training")
-    training.wait_for_world(2, timeout=LONG)  # the first to come has rank 0
+    training.wait_for_world(2, timeout=LONG)  # the node that joins first has rank 0
     network.kill("h2")
     training.wait_for_world(1, timeout=LONG)
     network.reboot("h2")
@@ -115,7 +115,7 @@ def test_a_script_on_hosts_that_die_are_cut_off_and_come(network, make, tmp_path
     network.cut("h1")  # with rank 0, and the round's store
     assert [row.host for row in training.wait_for_world(1, timeout=LONG)] == ["h2"]
     network.heal("h1")
-    until(lambda: not alive(before[0].pid), LONG, "what was cut off to be told to end")
+    until(lambda: not alive(before[0].pid), LONG, "the workers that were cut off to end")
     assert [row.host for row in training.wait_for_world(2, timeout=LONG)] == ["h2", "h1"]
     cluster.add_host("h3:1")
     training.wait_for_world(3, timeout=LONG)
@@ -128,14 +128,14 @@ def test_a_script_on_hosts_that_die_are_cut_off_and_come(network, make, tmp_path
 
 @pytest.mark.timeout(300)
 def test_a_terminal_on_another_machine(network, make, terminal, carry, tmp_path):
-    """It joins a notebook's own host and one by ssh: one world, at addresses that all reach. Ctrl-C ends it, and the rest go on."""
+    """A torchrun on another machine joins this host and one by ssh; Ctrl-C ends it, and the others go on."""
     cluster = make("localhost:1,h1:1", min=2, silence=SILENCE)
     file = carry(cluster.connection_file(network["h3"].address), "h3")
     cluster.scale(min=3)
     with terminal("h3", file, REPORT, tmp_path) as run:
         job = cluster.run_script(REPORT, tmp_path)
         job.result(timeout=LONG)
-        assert run.wait() == 0, run.said
+        assert run.wait() == 0, run.output
     rows = [one["environment"] for one in reports_by_rank(tmp_path)]
     assert [one["sum"] for one in reports_by_rank(tmp_path)] == [[3.0, 3.0]] * 3
     assert {row["WORLD_SIZE"] for row in rows} == {"3"}
@@ -157,20 +157,20 @@ def test_a_terminal_on_another_machine(network, make, terminal, carry, tmp_path)
 
 
 def torchrun_of(external: str) -> int:
-    """Its process: the number is in its name."""
+    """The process of an external node, whose pid is in its name."""
     return int(external.rpartition("-")[2])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal, carry, tmp_path):
-    """The notebook's host is reached from outside then. One is killed, one cut off: both are missed, and what they leave behind ends."""
+    """Torchruns on two machines join this host. One is killed, one cut off: both are lost, and their workers end."""
     cluster = make("localhost:1", silence=SILENCE)
     files = {host: carry(cluster.connection_file(network[host].address), host) for host in ("h2", "h3")}
     cluster.scale(min=3)
     cluster.run_script(REPORT, tmp_path)
     with terminal("h2", files["h2"], REPORT, tmp_path) as one, terminal("h3", files["h3"], REPORT, tmp_path) as other:
-        assert (one.wait(), other.wait()) == (0, 0), (one.said, other.said)
+        assert (one.wait(), other.wait()) == (0, 0), (one.output, other.output)
     cluster.job.result(timeout=LONG)
     rows = [one["environment"] for one in reports_by_rank(tmp_path)]
     assert [one["sum"] for one in reports_by_rank(tmp_path)] == [[3.0, 3.0]] * 3
@@ -191,17 +191,21 @@ def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal
         cut = training.wait_for_world(2, timeout=LONG)[1]
         network.cut("h3")
         training.wait_for_world(1, timeout=LONG)
-        until(lambda: not alive(cut.pid) and not alive(torchrun_of(cut.host)), LONG, "what is cut off to end")
+        until(
+            lambda: not alive(cut.pid) and not alive(torchrun_of(cut.host)),
+            LONG,
+            "the processes that are cut off to end",
+        )
         network.heal("h3")
     with terminal("h3", files["h3"], TRAIN, training.folder, MANY_STEPS) as again:
         training.wait_for_world(2, timeout=LONG)
         assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
-        assert again.wait() == 0, again.said
+        assert again.wait() == 0, again.output
 
 
 @pytest.mark.timeout(300)
-def test_a_cluster_of_one_machine_becomes_wide(network, make, tmp_path):
-    """A script trains on this machine, with a terminal's torchrun, at loopback addresses; then a host elsewhere joins: all move."""
+def test_a_cluster_on_loopback_moves_to_a_network(network, make, tmp_path):
+    """When another host joins a script and a torchrun on loopback addresses, all move to a network that it reaches."""
     cluster = make("localhost:1", min=1)
     training = ScriptTraining(cluster, tmp_path / "training")
     training.wait_for_world(1, timeout=LONG)
@@ -218,12 +222,12 @@ def test_a_cluster_of_one_machine_becomes_wide(network, make, tmp_path):
     assert cluster.status().failed_at is None
 
 
-def test_who_cannot_come_from_another_machine(network, make, terminal, carry, tmp_path):
-    """A wrong key, and a cluster that has stopped: one line each. An unknown machine: there is no file for it."""
+def test_a_torchrun_that_cannot_join_from_another_machine(network, make, terminal, carry, tmp_path):
+    """A wrong key and a stopped cluster each print one line; for an unknown machine there is no connection file."""
     cluster = make("localhost:1")
     with pytest.raises(nbe.HostError, match=r"nowhere\.invalid is an unknown name"):
         cluster.connection_file("nowhere.invalid")
-    file = cluster.connection_file("h3")  # as ssh knows it
+    file = cluster.connection_file("h3")  # by the name that ssh knows
     content = json.loads(file.read_text())
     assert content["address"].startswith(f"tcp://{network['driver'].address}:")
     old = tmp_path / "old.json"
@@ -231,18 +235,14 @@ def test_who_cannot_come_from_another_machine(network, make, terminal, carry, tm
     old.write_text(json.dumps({**content, "keys": keys}))
     old.chmod(0o600)
 
-    def last_words(there: str) -> str:
+    def last_line(there: str) -> str:
         with terminal("h3", there, REPORT, tmp_path) as run:
             assert run.wait() != 0
-            return run.said.splitlines()[-1]
+            return run.output.splitlines()[-1]
 
-    refused = last_words(carry(old, "h3"))
-    assert refused.endswith(
-        f"does not accept this key: is this the connection file of {cluster.name!r}'s present start?"
-    )
+    refused = last_line(carry(old, "h3"))
+    assert refused.endswith(f"does not accept this key: is this the connection file of {cluster.name!r}'s present start?")
     assert not external_nodes(cluster)
     there = carry(file, "h3")
     cluster.stop()
-    assert last_words(there).endswith(
-        f"nothing listens at {content['address']}: the cluster {cluster.name!r} is closed."
-    )
+    assert last_line(there).endswith(f"nothing listens at {content['address']}: the cluster {cluster.name!r} is closed.")

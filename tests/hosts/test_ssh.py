@@ -1,4 +1,4 @@
-"""Clusters on hosts that are reached by ssh: how they start, what goes wrong there, and that they end with all they had started."""
+"""Clusters on hosts that are reached by ssh: their start, their errors, and their end with all processes."""
 
 import getpass
 import os
@@ -29,15 +29,15 @@ from tests.support.waiting import files_in, until
 
 
 def script(network, text):
-    """A program on the hosts' common disk; {python} is this process's."""
+    """Write a program that all hosts can run; {python} is this process's Python."""
     path = network.folder / "interpreter"
     path.write_text("#!/bin/sh\n" + text.format(python=sys.executable))
     path.chmod(0o755)
     return str(path)
 
 
-def tell():
-    """What a rank is told, sees and prints."""
+def describe():
+    """Print the rank, and return its ranks, environment, folder and host name."""
     found = programs.describe_ranks()
     print(f"rank {found['rank']} was here")
     seen = {name: os.environ.get(name) for name in ("WORD", "NUMBER", "INTERPRETER", "NCCL_DEBUG")}
@@ -45,15 +45,15 @@ def tell():
 
 
 def test_hosts_start_together_and_give_exact_ranks(network, make, temporary, tmp_path):
-    """`h1:2,user@h2:1`: side by side, as `python`, `env` and `cwd` say; ranks by host; what each rank prints arrives here."""
-    meeting = network.folder / "meeting"
-    meeting.mkdir()
-    together = f"touch {meeting}/$(hostname)\nuntil [ -e {meeting}/h1 ] && [ -e {meeting}/h2 ]; do sleep 0.1; done\n"
+    """Hosts start at the same time with `python`, `env` and `cwd`; ranks are packed by host; all output arrives."""
+    started = network.folder / "started"
+    started.mkdir()
+    together = f"touch {started}/$(hostname)\nuntil [ -e {started}/h1 ] && [ -e {started}/h2 ]; do sleep 0.1; done\n"
     python = script(network, together + 'INTERPRETER=$0 exec {python} "$@"\n')
     environment = {"WORD": "two words; $HOME 'n \"all", "NUMBER": 7, "PYTHONPATH": str(ROOT)}
     hosts = f"h1:2,{getpass.getuser()}@h2:1"
     cluster = make(hosts, min=3, python=python, env=environment, cwd=tmp_path)
-    job = cluster.run(tell)
+    job = cluster.run(describe)
     rows = job.result(timeout=LONG)
     assert [(row["rank"], row["size"], row["local"], row["cross"]) for row in rows] == [
         (0, 3, (0, 2), (0, 2)),
@@ -65,8 +65,8 @@ def test_hosts_start_together_and_give_exact_ranks(network, make, temporary, tmp
     for row in rows:
         assert (row["WORD"], row["NUMBER"]) == (environment["WORD"], "7")
         assert (row["cwd"], row["INTERPRETER"]) == (str(tmp_path), python)
-    said = until(lambda: (text := job.logs()).count("was here") == 3 and text, LONG, "the output of all ranks")
-    assert sorted(said.splitlines()) == [
+    output = until(lambda: (text := job.logs()).count("was here") == 3 and text, LONG, "the output of all ranks")
+    assert sorted(output.splitlines()) == [
         "h1/0#1 | rank 0 was here",
         "h1/1#1 | rank 1 was here",
         "h2/0#1 | rank 2 was here",
@@ -86,8 +86,8 @@ platform.python_version = lambda: "3.8.1"
 
 
 @pytest.mark.cold  # its hosts differ in what Python reads as it starts
-def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_path):
-    """Nine hosts of ten cannot be used, each for a reason of its own, which is told; the tenth trains."""
+def test_an_error_of_a_host_concerns_only_that_host(network, trains, tmp_path):
+    """Nine unusable hosts are each reported with a different reason, and the tenth host trains."""
     folder = network.folder / "folder"
     (folder / "deep").mkdir(parents=True)
     (network.folder / "sitecustomize").mkdir()
@@ -145,7 +145,7 @@ def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_pat
 
 
 def test_without_any_host_the_start_fails(network, make):
-    """Not one host can be started: `start()` says of each why, and nothing of the cluster is left."""
+    """When no host can be started, `start()` raises with the reason of each, and leaves nothing."""
     network.add("closed", sshd=False)
     network.add("secretive", password_only=True)
     with pytest.raises(nbe.HostError) as caught:
@@ -156,9 +156,9 @@ def test_without_any_host_the_start_fails(network, make):
 
 
 @pytest.mark.cold
-def test_all_that_a_host_runs_ends_with_its_agent_and_with_the_cluster(network, temporary, trains):
-    """The agent of a host is killed: its worker ends, and what that had started; then the host comes back. `stop()` ends the rest."""
-    training = trains("h1:1,h2:1", program=with_children)
+def test_all_processes_of_a_host_end_with_its_agent_and_with_the_cluster(network, temporary, trains):
+    """When an agent is killed, its worker and the worker's child end, and the host is started again; `stop()` ends all."""
+    training = trains("h1:1,h2:1", program=train_with_child)
     cluster = training.cluster
     training.wait_for_world(2, timeout=LONG)
     children = {w.host: int((training.folder / f"{w.pid}.child").read_text()) for w in cluster.workers}
@@ -166,8 +166,8 @@ def test_all_that_a_host_runs_ends_with_its_agent_and_with_the_cluster(network, 
     victim = worker_on(training, "h2")
     os.kill(agent_of_worker(victim).pid, signal.SIGKILL)
     until(lambda: not alive(victim.pid) and not alive(children["h2"]), LONG, "the worker and its child to end")
-    until(lambda: event_texts(cluster, "host-lost", "h2"), LONG, "the host to be missed")
-    assert on_pids(training.wait_for_world(2, timeout=LONG), "h2") != victim.pid
+    until(lambda: event_texts(cluster, "host-lost", "h2"), LONG, "the host to be lost")
+    assert pid_on(training.wait_for_world(2, timeout=LONG), "h2") != victim.pid
     assert alive(children["h1"])
     children["h2"] = int((training.folder / f"{worker_on(training, 'h2').pid}.child").read_text())
     wait_for_more_steps(training)
@@ -177,19 +177,19 @@ def test_all_that_a_host_runs_ends_with_its_agent_and_with_the_cluster(network, 
     assert cluster.status().reason == "stopped: stopped by hand"
 
 
-def on_pids(workers, host):
+def pid_on(workers, host):
     (pid,) = [w.pid for w in workers if w.host == host]
     return pid
 
 
-def with_children(folder, **options):
-    """Each worker starts a process that outlives it if nobody minds."""
+def train_with_child(folder, **options):
+    """Train with a child process that outlives its worker unless nbelastic ends it."""
     child = subprocess.Popen(["sleep", "1000"])
     (Path(folder) / f"{os.getpid()}.child").write_text(str(child.pid))
     return programs.train(folder, **options)
 
 
-KERNEL = """
+KERNEL = """\
 import os, sys, time
 import nbelastic as nbe
 from tests.process import programs
@@ -204,8 +204,8 @@ time.sleep(1000)
 """
 
 
-def test_nothing_outlives_the_kernel_s_process(network, temporary, tmp_path):
-    """A notebook's kernel is killed: every process on every host ends within seconds, with its files."""
+def test_nothing_outlives_the_kernel(network, temporary, tmp_path):
+    """When a kernel is killed, all processes on all hosts end within 10 s, and their files are removed."""
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", KERNEL, str(tmp_path), str(temporary), str(ROOT)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as kernel:

@@ -1,4 +1,4 @@
-"""The machines that the other tests rely on do what they promise."""
+"""The test network: its hosts, its faults and its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.hosts.network import DRIVER, Network
 from tests.support.processes import alive, descendants
 from tests.support.waiting import until
 
-SILENCE = 0.6  # seconds: what arrives at all arrives in milliseconds
+SILENCE = 0.6  # seconds; without a fault a packet needs milliseconds
 pytestmark = pytest.mark.soak  # these are tests of the test network, and not of nbelastic
 
 PATIENCE = 30.0
@@ -37,7 +37,7 @@ def ssh(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
 
 
 class Connection:
-    """An open TCP connection from host a to host b, both ends in the hands of the test."""
+    """A TCP connection from host a to host b; this process has both ends."""
 
     def __init__(self, network: Network, a: str, b: str, to: str = "", timeout: float = PATIENCE) -> None:
         to = to or network[b].address
@@ -59,14 +59,14 @@ class Connection:
         self.far.close()
 
     def there(self, timeout: float = PATIENCE) -> bool:
-        """Whether a byte arrives at the far end in time."""
+        """Whether a byte from the near end arrives at the far end in time."""
         return self._passes(self.near, self.far, timeout)
 
     def back(self, timeout: float = PATIENCE) -> bool:
         return self._passes(self.far, self.near, timeout)
 
     def arrives(self, at: socket.socket, count: int = 1) -> bytes:
-        """What was sent before arrives now."""
+        """Wait for `count` bytes that were sent before."""
         at.settimeout(PATIENCE)
         data = b""
         while len(data) < count:
@@ -81,12 +81,12 @@ class Connection:
         receiver.settimeout(timeout)
         try:
             return receiver.recv(1) == b"."
-        except TimeoutError:  # silence; a reset would be a ConnectionError, and end the test
+        except TimeoutError:  # the packets vanished; a reset raises ConnectionError, which ends the test
             return False
 
 
 def test_a_command_runs_on_each_host_by_its_name_and_by_ipv6(network: Network) -> None:
-    """`ssh h1` asks nothing, and is there: host name, addresses, and the way back to the driver."""
+    """`ssh h1` runs without a question on a host with that name, with the addresses of the host and the driver."""
     for name in ("h1", "h2", "h3"):
         host = network[name]
         for alias, here, there in (
@@ -106,15 +106,15 @@ def test_hosts_reach_each_other_and_the_driver(network: Network) -> None:
                 assert connection.back()
 
 
-def test_the_machines_are_not_this_process_s_children(network: Network) -> None:
-    """What a test counts as started by a cluster is not mixed with what the network has started."""
+def test_the_hosts_are_not_children_of_this_process(network: Network) -> None:
+    """A test that counts the descendants of a cluster does not count processes of the network."""
     network.slow("h1")
     assert network.processes("h1")
     assert not descendants()
 
 
 def test_a_cut_is_silent_and_a_healed_connection_goes_on(network: Network) -> None:
-    """No reset, no error, both ways; what was sent meanwhile arrives afterwards. The other hosts notice nothing."""
+    """A cut gives no error in either direction, and bytes sent meanwhile arrive later. Other hosts are not affected."""
     with (
         Connection(network, DRIVER, "h1") as cut,
         Connection(network, "h1", "h2") as also,
@@ -147,7 +147,7 @@ def test_the_driver_can_be_cut_off_too(network: Network) -> None:
 
 @pytest.mark.parametrize("version", [4, 6])
 def test_a_cut_between_two_concerns_only_these_two(network: Network, version: int) -> None:
-    """h1 and h2 lose each other; everybody else reaches both."""
+    """h1 and h2 do not reach each other; all other hosts reach both."""
     to = {name: host.address if version == 4 else host.address6 for name, host in network.hosts.items()}
     others = [Connection(network, a, b, to[b]) for a, b in ((DRIVER, "h1"), (DRIVER, "h2"), ("h1", "h3"), ("h3", "h2"))]
     with Connection(network, "h1", "h2", to["h2"]) as cut:
@@ -164,7 +164,7 @@ def test_a_cut_between_two_concerns_only_these_two(network: Network, version: in
 
 
 def test_a_cut_can_be_one_way(network: Network) -> None:
-    """What h1 sends to h2 is lost, what h2 sends arrives."""
+    """With a one-way cut, bytes from h1 to h2 are lost, and bytes from h2 to h1 arrive."""
     with Connection(network, "h1", "h2") as connection:
         assert connection.there()
         network.cut_between("h1", "h2", one_way=True)
@@ -182,7 +182,7 @@ def round_trip(connection: Connection) -> float:
 
 
 def test_a_slow_host_answers_late(network: Network) -> None:
-    """An answer needs the delay, on connections that are open already too; after the healing it does not."""
+    """An answer needs the delay, also on an open connection; after `heal` it does not."""
     with Connection(network, DRIVER, "h1") as slowed, Connection(network, DRIVER, "h2") as other:
         assert min(round_trip(slowed) for _ in range(10)) < 0.2
         network.slow("h1", delay=0.2)
@@ -223,7 +223,7 @@ def test_a_lossy_network_loses_some_and_tcp_still_delivers_all(network: Network)
 
 
 def test_a_kill_ends_all_processes_and_ssh_notices(network: Network) -> None:
-    """Also what has left its session; the other hosts keep theirs. After a reboot ssh works again."""
+    """`kill` ends all processes of one host, also those in another session; after a reboot ssh works again."""
     client = subprocess.Popen(["ssh", "h1", "setsid sleep 1000 & echo started; sleep 1000"], stdout=subprocess.PIPE)
     with client:
         assert client.stdout.readline() == b"started\n"
@@ -240,8 +240,8 @@ def test_a_kill_ends_all_processes_and_ssh_notices(network: Network) -> None:
     assert ssh("h1", "hostname").stdout == "h1\n"
 
 
-def test_nobody_is_told_of_a_power_failure(network: Network) -> None:
-    """The processes are gone, and the ssh client waits on; after the reboot there is a host to log in to."""
+def test_a_power_failure_gives_no_error(network: Network) -> None:
+    """After `power_off` the ssh client waits on, though the processes have ended; after a reboot ssh works again."""
     with subprocess.Popen(["ssh", "h1", "echo started; sleep 1000"], stdout=subprocess.PIPE) as client:
         assert client.stdout.readline() == b"started\n"
         network.power_off("h1")
@@ -261,7 +261,7 @@ def test_a_host_that_wants_a_password(network: Network) -> None:
 
 
 def test_a_host_without_python(network: Network) -> None:
-    """It has the usual programs, and neither a python3 on PATH nor the Python of this process."""
+    """A host without Python has the usual programs, but no python3 on PATH, nor this process's Python."""
     network.add("bare", python=False)
     done = ssh(
         "bare", f"hostname; command -v python3 python || echo none; {sys.executable} -V || echo $?; ls / | grep tmp"
@@ -271,7 +271,7 @@ def test_a_host_without_python(network: Network) -> None:
 
 
 def test_a_host_where_nothing_listens(network: Network) -> None:
-    """Connections are refused; when it is cut off as well they vanish."""
+    """A host without sshd refuses connections; when it is cut off too, they time out."""
     network.add("closed", sshd=False)
     assert "Connection refused" in ssh("closed", "true", check=False).stderr
     network.cut("closed")
@@ -279,8 +279,8 @@ def test_a_host_where_nothing_listens(network: Network) -> None:
 
 
 @pytest.mark.parametrize("dead", ["alone", "shared", "docker"])
-def test_a_dead_interface_looks_alive_and_reaches_nobody(network: Network, dead: str) -> None:
-    """It is up and has an address; the other host's address on its own dead interface is out of reach, whatever its subnet."""
+def test_a_dead_interface_is_up_and_reaches_no_host(network: Network, dead: str) -> None:
+    """A dead interface is up and has an address, but does not reach another host's dead interface in any subnet."""
     network.add("h4", "h5", dead=dead)
     listed = network.run("h4", "ip", "-4", "-br", "address").stdout.splitlines()
     assert [line.split()[0].split("@")[0] for line in listed] == ["lo", "dead0", "eth0"]
@@ -318,7 +318,7 @@ def test_a_hidden_folder_is_empty_and_the_hosts_own(network: Network, tmp_path: 
 
 
 def remains(name: str, pids: set[int] = frozenset()) -> Iterator[str]:
-    """What is left of a network."""
+    """The namespaces, links, processes and folders of a network that still exist."""
     yield from names(f"{name}*")
     yield from (link for link in os.listdir("/sys/class/net") if link == name)
     yield from (f"process {pid}" for pid in pids if alive(pid))
@@ -326,7 +326,7 @@ def remains(name: str, pids: set[int] = frozenset()) -> Iterator[str]:
 
 
 def test_nothing_is_left_even_after_a_failure(network: Network) -> None:
-    """A second network beside the first goes with its processes, links and files; the first stays."""
+    """When a block with a second network raises, its processes, links and files are removed; the first network stays."""
     with contextlib.suppress(ZeroDivisionError), Network(2) as second:
         second.slow("h1")
         second.cut("h2")
@@ -341,14 +341,14 @@ def test_nothing_is_left_even_after_a_failure(network: Network) -> None:
 
 def test_nothing_is_left_of_a_start_that_fails(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     second = Network(2)
-    monkeypatch.setattr(second, "_boot", lambda hosts: 1 / 0)
+    monkeypatch.setattr(second, "_start_ssh_servers", lambda hosts: 1 / 0)
     with pytest.raises(ZeroDivisionError), second:
         pass
     assert list(remains(second.name)) == []
 
 
-def test_what_a_killed_run_has_left_goes_at_the_next_start(network: Network) -> None:
-    """A test run that was killed could not clean up: the next one does."""
+def test_the_next_start_removes_what_a_killed_run_has_left(network: Network) -> None:
+    """The next network removes the namespaces, processes and files of a killed test run."""
     killed = "import os, tests.hosts.network as n; a = n.Network(1).__enter__(); print(a.name, *a.processes('h1'), flush=True); os.kill(os.getpid(), 9)"
     said = subprocess.run(
         [sys.executable, "-c", killed], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
@@ -356,11 +356,11 @@ def test_what_a_killed_run_has_left_goes_at_the_next_start(network: Network) -> 
     name, *pids = said.stdout.split()
     assert list(remains(name, set(map(int, pids))))
     with Network(1):
-        until(lambda: not list(remains(name, set(map(int, pids)))), what="the old network to be gone")
+        until(lambda: not list(remains(name, set(map(int, pids)))), what="the old network to be removed")
 
 
 def test_each_test_finds_the_network_as_new(network: Network) -> None:
-    """Cuts, slow cables, processes and more hosts are undone; if a host was changed inside, or has no SSH server, all are made anew."""
+    """`restore` undoes faults and added hosts; it builds a new network if a host's addresses or sshd have changed."""
     name = network.name
     network.add("h4", dead="alone", second=True)
     network.slow("h4")
@@ -389,6 +389,6 @@ def test_each_test_finds_the_network_as_new(network: Network) -> None:
             assert connection.there()
 
 
-def test_without_root_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert networks.missing.__wrapped__() == f"{networks.NEEDS}: not root"

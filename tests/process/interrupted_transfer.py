@@ -42,7 +42,7 @@ def wait_for(folder: str, pattern: str, count: int) -> None:
 
 
 def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -> None:
-    """In the middle of the transfer after the first loss, wait for all its ranks; then kill those for which `dies` is true.
+    """Halfway through the transfer after the first loss, wait for all ranks; then kill those for which `dies` is true.
 
     `roles`: how many ranks send and how many receive in that transfer.
     """

@@ -155,7 +155,7 @@ def train_and_hang(folder: str) -> None:
         while True:
             model(torch.randn(8, 16)).pow(2).mean().backward()
             if state.step == 3 and nbe.rank() == 0:
-                open(f"{folder}/stuck", "a").close()
+                open(f"{folder}/hung", "a").close()
                 exec(wait)
             dist.all_reduce(next(model.parameters()).grad)
             optimizer.step()
@@ -170,7 +170,7 @@ def test_a_hung_worker_of_a_stopped_job_saves_its_last_commit(make, tmp_path):
     """A hung worker of a stopped job writes its last commit, since no other can, and ends only then."""
     cluster = make("localhost:2", min=2)
     job = cluster.run(train_and_hang, str(tmp_path), checkpoint=tmp_path / "kept", checkpoint_every=1000)
-    until((tmp_path / "stuck").exists)
+    until((tmp_path / "hung").exists)
     job.stop()
     until(lambda: any("exit code 75" in event.text for event in cluster.events))
     assert saved_commits(tmp_path) == [3]

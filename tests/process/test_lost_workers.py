@@ -115,7 +115,7 @@ def test_one_dies_during_the_recovery_from_another(trains):
         os.kill(ranks[1].pid, signal.SIGKILL)
         time.sleep(pause)  # the test tries different moments
         os.kill(ranks[2].pid, signal.SIGKILL)
-        until(lambda gone={ranks[1].id, ranks[2].id}: not gone & {w.id for w in training.cluster.workers})
+        until(lambda victims={ranks[1].id, ranks[2].id}: not victims & {w.id for w in training.cluster.workers})
     training.wait_for_world(4)
     assert len(training.finish()) == 4
 
@@ -242,11 +242,11 @@ def test_a_killed_agent_takes_its_workers_along_and_comes_back(trains):
     """When an agent is killed, its host and workers are lost; the others go on, and the host is started again."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     training.wait_for_world(3)
-    far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
-    agent = psutil.Process(far.pid).parent().parent()  # worker, template, agent
+    remote = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
+    agent = psutil.Process(remote.pid).parent().parent()  # worker, template, agent
     os.kill(agent.pid, signal.SIGKILL)
     until(lambda: events(training, "host-lost"))
-    until(lambda: not alive(far.pid), 5)
+    until(lambda: not alive(remote.pid), 5)
     training.wait_for_world(2)
     training.wait_for_world(3)
     assert len(training.finish()) == 3
@@ -256,10 +256,10 @@ def test_the_template_dies(trains):
     """When the template is killed, the workers of its host end with it, and all of them are replaced."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     training.wait_for_world(3)
-    far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
-    os.kill(psutil.Process(far.pid).ppid(), signal.SIGKILL)
-    until(lambda: not alive(far.pid), 5)
-    until(lambda: all(w.id != far.id for w in training.cluster.workers))
+    remote = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
+    os.kill(psutil.Process(remote.pid).ppid(), signal.SIGKILL)
+    until(lambda: not alive(remote.pid), 5)
+    until(lambda: all(w.id != remote.id for w in training.cluster.workers))
     training.wait_for_world(3)
     assert len(training.finish()) == 3
 

@@ -101,7 +101,7 @@ def test_an_exception_of_the_user_fails_the_job(cluster, where, when):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "shown"),
     [
         ("RuntimeError", "RuntimeError: user's own RuntimeError 4711"),
         ("SystemExit", "SystemExit: 4711"),
@@ -111,11 +111,11 @@ def test_an_exception_of_the_user_fails_the_job(cluster, where, when):
         ("surrogate", "ValueError: 4711 "),
     ],
 )
-def test_odd_exceptions_fail_the_job_too(cluster, how, said):
+def test_odd_exceptions_fail_the_job_too(cluster, how, shown):
     """Each kind of exception fails the job soon, and the job's error shows it, shortened."""
     error = cluster.run(raising, how, "one", 3).exception(timeout=10)
     assert error.rank == 1
-    assert said in str(error)
+    assert shown in str(error)
     assert len(error.args[0]) < 2000
 
 

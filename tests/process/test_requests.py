@@ -12,8 +12,8 @@ import nbelastic as nbe
 from tests.support.waiting import until
 
 
-def orders(cluster):
-    return {order.id: (order.word, order.why) for order in cluster.status().orders}
+def requests_of(cluster):
+    return {request.id: (request.word, request.why) for request in cluster.status().orders}
 
 
 def test_a_client_restarts_a_worker(trains):
@@ -21,8 +21,8 @@ def test_a_client_restarts_a_worker(trains):
     training = trains("localhost:3", min=1, max=3)
     victim = training.wait_for_world(3)[1]
     training.cluster.order({"order": "restart", "worker": victim.id, "id": "mine"}, by="a test")
-    until(lambda: orders(training.cluster).get("mine", ("",))[0] == "done")
-    assert orders(training.cluster)["mine"][1] == f"{victim.id.removesuffix('1')}2 has replaced it"
+    until(lambda: requests_of(training.cluster).get("mine", ("",))[0] == "done")
+    assert requests_of(training.cluster)["mine"][1] == f"{victim.id.removesuffix('1')}2 has replaced it"
     ranks = training.wait_for_world(3)
     assert victim.pid not in {w.pid for w in ranks}
     training.finish()
@@ -35,9 +35,9 @@ def test_a_refused_request_has_its_reason(make):
     """A refused request has its reason in the status and in the event log."""
     cluster = make("localhost:1")
     cluster.order({"order": "remove_host", "host": "gpu7", "id": "x"}, by="dashboard")
-    until(lambda: orders(cluster).get("x", ("",))[0] == "refused")
+    until(lambda: requests_of(cluster).get("x", ("",))[0] == "refused")
     why = "there is no host 'gpu7'; the hosts are localhost."
-    assert orders(cluster)["x"] == ("refused", why)
+    assert requests_of(cluster)["x"] == ("refused", why)
     refused = lambda: [event.text for event in cluster.events if event.kind == "order-refused"]
     assert until(refused) == [f"dashboard: {why}"]
 
@@ -50,8 +50,8 @@ def test_too_many_requests_at_once_are_refused(make):
     until(lambda: len([e for e in cluster.events if "requests are under way" in e.text]) >= 200)
     assert len(cluster.status().orders) <= 40
     cluster.order({"order": "stop", "id": "end"}, by="a test")
-    until(lambda: orders(cluster).get("end", ("",))[0] == "done")
-    until(lambda: {word for word, _ in orders(cluster).values()} == {"refused", "done"}, what="all to have ended")
+    until(lambda: requests_of(cluster).get("end", ("",))[0] == "done")
+    until(lambda: {word for word, _ in requests_of(cluster).values()} == {"refused", "done"}, what="all to have ended")
 
 
 def test_a_request_stops_the_cluster(make):
@@ -59,7 +59,7 @@ def test_a_request_stops_the_cluster(make):
     cluster = make("localhost:1")
     cluster.order({"order": "stop", "id": "last"}, by="dashboard")
     until(lambda: cluster.status().phase == "finished")
-    until(lambda: orders(cluster)["last"][0] == "done")
+    until(lambda: requests_of(cluster)["last"][0] == "done")
     with pytest.raises(nbe.ClusterStoppedError, match="stopped by dashboard"):
         cluster.order({"order": "stop", "id": "again"}, by="dashboard")
 

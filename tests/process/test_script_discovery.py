@@ -181,14 +181,14 @@ def test_a_third_partys_discovery_that_blocks(trains, monkeypatch):
 def hosts_of(found):
     """The hosts that this discovery answers with, in the way that the driver asks it."""
 
-    async def look():
+    async def poll():
         thread = discovery.DiscoveryThread(found)
         try:
             return [f"{host.name}:{host.slots}" for host in await thread.hosts()]
         finally:
             await thread.close()
 
-    return asyncio.run(look())
+    return asyncio.run(poll())
 
 
 def test_arguments_and_the_folder_of_the_start(script, monkeypatch):

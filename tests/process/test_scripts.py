@@ -98,7 +98,7 @@ def test_the_error_of_the_first_rank_that_fails(pair, tmp_path, cold):
 
 
 @pytest.mark.parametrize(
-    ("word", "error"),
+    ("action", "error"),
     [
         ("exit=3", "exit code 3"),
         ("leave=4", "exit code 4"),
@@ -107,9 +107,9 @@ def test_the_error_of_the_first_rank_that_fails(pair, tmp_path, cold):
         ("leave=0", ""),
     ],
 )
-def test_how_scripts_end(pair, tmp_path, word, error):
+def test_how_scripts_end(pair, tmp_path, action, error):
     """`sys.exit` and `os._exit` give the same exit code as in a fresh interpreter."""
-    error_or_none = pair.run_script(REPORT, tmp_path, word).exception(timeout=60)
+    error_or_none = pair.run_script(REPORT, tmp_path, action).exception(timeout=60)
     assert (error in str(error_or_none)) if error else error_or_none is None
 
 

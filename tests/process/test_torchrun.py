@@ -92,9 +92,9 @@ def test_a_full_cluster(lone, tmp_path):
     for option, error in (("spare=0", "RendezvousClosedError"), ("join_timeout=5", "RendezvousTimeoutError")):
         with torchrun(*join_options(lone.connection_file(), f"--rdzv-conf={option}"), TRAIN, training.folder, 1) as run:
             assert run.wait(40) != 0
-            said = run.stdout.read()
-        assert error in said
-        assert "the cluster is full: 3 of max 3 workers" in said
+            output = run.stdout.read()
+        assert error in output
+        assert "the cluster is full: 3 of max 3 workers" in output
     assert training.wait_for_world(3)
     assert lone.status().generation == 1
     training.finish()
@@ -102,14 +102,14 @@ def test_a_full_cluster(lone, tmp_path):
 
 def test_a_key_of_an_earlier_start(lone, tmp_path):
     """A torchrun with the key of an earlier start prints that its key is not accepted; the cluster does not change."""
-    strange = tmp_path / "cluster.json"
+    file = tmp_path / "cluster.json"
     content = json.loads(lone.connection_file().read_text())
     for part in ("client", "server"):
         keys = Keys.make()
         changed = {f"{part}_public": getattr(keys, f"{part}_public"), f"{part}_secret": getattr(keys, f"{part}_secret")}
-        strange.write_text(json.dumps({**content, "keys": {**content["keys"], **changed}}))
-        strange.chmod(0o600)
-        with torchrun(*join_options(strange), REPORT, tmp_path) as run:
+        file.write_text(json.dumps({**content, "keys": {**content["keys"], **changed}}))
+        file.chmod(0o600)
+        with torchrun(*join_options(file), REPORT, tmp_path) as run:
             assert run.wait(40) != 0
             assert "does not accept this key" in run.stdout.read()
     assert len(lone.hosts) == 1
