@@ -99,6 +99,7 @@ def test_a_command_runs_on_each_host_by_its_name_and_by_ipv6(network: Network) -
 
 
 def test_hosts_reach_each_other_and_the_driver(network: Network) -> None:
+    """Hosts and the driver reach each other over IPv4 and IPv6."""
     for a, b in (("h1", "h2"), ("h3", "h2"), (DRIVER, "h3"), ("h1", DRIVER)):
         for to in (network[b].address, network[b].address6):
             with Connection(network, a, b, to) as connection:
@@ -136,6 +137,7 @@ def test_a_cut_is_silent_and_a_healed_connection_goes_on(network: Network) -> No
 
 
 def test_the_driver_can_be_cut_off_too(network: Network) -> None:
+    """A cut of the driver separates it from the hosts, which still reach each other."""
     with Connection(network, DRIVER, "h1") as cut, Connection(network, "h1", "h2") as other:
         assert cut.there()
         network.cut(DRIVER)
@@ -198,6 +200,7 @@ def test_a_slow_host_answers_late(network: Network) -> None:
 
 
 def test_a_lossy_network_loses_some_and_tcp_still_delivers_all(network: Network) -> None:
+    """A lossy host loses some datagrams, and TCP still delivers all bytes."""
     network.slow("h1", delay=0.01, loss=0.2)
     with (
         network.socket("h1", kind=socket.SOCK_DGRAM) as receiver,
@@ -254,6 +257,7 @@ def test_a_power_failure_gives_no_error(network: Network) -> None:
 
 
 def test_a_host_that_wants_a_password(network: Network) -> None:
+    """A host with `password_only` refuses the client's key."""
     network.add("secretive", password_only=True)
     done = ssh("secretive", "true", check=False)
     assert done.returncode == 255
@@ -297,6 +301,7 @@ def test_a_dead_interface_is_up_and_reaches_no_host(network: Network, dead: str)
 
 
 def test_a_second_interface_works_until_the_host_is_cut_off(network: Network) -> None:
+    """A second interface connects two hosts; `cut` and `slow` affect it too."""
     network.add("h4", "h5", second=True)
     with Connection(network, "h4", "h5", network["h5"].second_address) as connection:
         assert connection.there()
@@ -309,6 +314,7 @@ def test_a_second_interface_works_until_the_host_is_cut_off(network: Network) ->
 
 
 def test_a_hidden_folder_is_empty_and_the_hosts_own(network: Network, tmp_path: Path) -> None:
+    """A hidden folder is empty on its host, and its files are seen on no other host."""
     (tmp_path / "here").touch()
     network.add("h4", "h5", hides=(str(tmp_path),))
     assert ssh("h1", f"ls {tmp_path}").stdout == "here\n"
@@ -340,6 +346,7 @@ def test_nothing_is_left_even_after_a_failure(network: Network) -> None:
 
 
 def test_nothing_is_left_of_a_start_that_fails(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the start of a network fails, nothing of it is left."""
     second = Network(2)
     monkeypatch.setattr(second, "_start_ssh_servers", lambda hosts: 1 / 0)
     with pytest.raises(ZeroDivisionError), second:
@@ -390,5 +397,6 @@ def test_each_test_finds_the_network_as_new(network: Network) -> None:
 
 
 def test_without_root_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without root, `missing` names that reason."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert networks.missing.__wrapped__() == f"{networks.NEEDS}: not root"

@@ -64,7 +64,7 @@ def count_engines(cluster: nbe.Cluster) -> int:
         return -1
 
 
-def test_a_killed_controller_is_count_restarts(trains):
+def test_a_killed_controller_is_restarted(trains):
     """A killed controller is restarted; the training goes on, a newcomer joins, and results, cells and the client work."""
     training = trains("localhost:2", min=1)
     training.wait_for_world(2)
@@ -186,7 +186,7 @@ class KeptController:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[str]] = []
-        self.group: list[psutil.Process] = []  # the controller's
+        self.group: list[psutil.Process] = []  # the controller and its children
 
     def start(self, lease: float) -> Self:
         self.kernel = self._run("controller_kernel.py", self.folder, lease)

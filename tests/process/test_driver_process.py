@@ -142,9 +142,7 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
 
 
 def test_drivers_that_die_again_and_again_are_not_replaced_without_end(make):
-    """After several deaths of drivers the client reports it and starts no more; the training goes on, and clients can
-    attach.
-    """
+    """After four deaths of drivers the client reports them and starts no other driver; other clients can attach."""
     cluster = make("localhost:1")
     engines = cluster.client[:]
     for number in range(2, 5):

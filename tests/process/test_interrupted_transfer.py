@@ -52,7 +52,7 @@ def last_of(results):
 
 @pytest.mark.parametrize("dying", ["sends", "receives", "both"])
 def test_ranks_that_are_a_commit_behind_keep_theirs_until_the_newer_one_is_there(cluster, run, dying):
-    """The sender, a receiver or both die with half of 240 MB sent: the job goes on, and every state is whole."""
+    """When the sender, a receiver or both die halfway through a transfer, the job goes on, and every state is whole."""
     known = len(cluster.events)
     assert last_of(run(1, dying).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
     deaths = [event.text for event in cluster.events[known:] if event.kind == "worker-lost"]
@@ -79,9 +79,7 @@ def test_without_memory_and_with_copies_the_ranks_go_on_from_the_older_commit(cl
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_sender_that_is_killed_or_stopped_at_any_moment_leaves_no_mixture(cluster, run):
-    """Twenty times, up to 0.35 s after the break, the sender is killed or stopped: every job ends, and every state is
-    whole.
-    """
+    """When the sender is killed or stopped at any moment after a break, the job ends, and every state is whole."""
     chance = random.Random(1)
     for attempt in range(20):
         known = len(cluster.events)

@@ -72,9 +72,7 @@ def test_a_killed_driver_costs_no_step(kept):
     ],
 )
 def test_a_kernel_and_another_part_die(kept, part, first):
-    """When a kernel and another process die, in either order, the survivors wait with their state, and the next kernel
-    repairs all.
-    """
+    """When a kernel and another process die, in either order, the next driver replaces the lost process."""
     kernel = kept(hosts="localhost:2,127.0.0.2:1")
     kernel.wait_for_steps(WORLD)
     victim = kernel.pid_of(part)
@@ -93,9 +91,7 @@ def test_a_kernel_and_another_part_die(kept, part, first):
 
 @pytest.fixture
 def kernel_is_killed(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]:
-    """Kill the kernel of a training with checkpoints, optionally with its driver and rank 0, and wait for the end of
-    the lease.
-    """
+    """Kill the kernel of a training, optionally its driver and rank 0, and check the checkpoint at the lease's end."""
 
     def story(with_driver: bool, with_rank_0: bool = False) -> None:
         folder = tmp_path / "checkpoints"
@@ -116,9 +112,7 @@ def kernel_is_killed(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..
 
 @pytest.mark.parametrize("with_driver", [False, True])
 def test_a_cluster_without_a_kernel_ends_with_its_lease(kernel_is_killed, with_driver):
-    """Without a kernel the cluster ends within its lease, after a last checkpoint. It leaves nothing, and its name is
-    free.
-    """
+    """Without a kernel a cluster saves a last checkpoint, ends within its lease, and leaves no process or file."""
     kernel_is_killed(with_driver)
 
 
@@ -132,9 +126,7 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
 
 
 def test_a_client_that_starts_the_next_driver_does_not_own_the_cluster(kept):
-    """A terminal that attaches while the kernel is stopped may start the next driver, and still does not own the
-    cluster.
-    """
+    """A terminal that starts the next driver while the kernel is stopped does not become the owner of the cluster."""
     kernel = kept(keep=False)
     generation = kernel.wait_for_steps(WORLD)
     os.kill(kernel.process.pid, signal.SIGSTOP)
@@ -172,9 +164,7 @@ def test_a_kernel_that_exits_normally(kept):
 @pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize("part", ["worker", "agent", "controller"])
 def test_lost_processes_are_replaced_without_a_kernel(kept, part):
-    """The driver replaces lost processes while no kernel is attached; the next kernel finds a full world and the
-    events.
-    """
+    """The driver replaces lost processes without a kernel; the next kernel finds a full world and the events."""
     kernel = kept(hosts="localhost:2,127.0.0.2:1")
     generation = kernel.wait_for_steps(WORLD)
     victim = kernel.pid_of(part)
@@ -192,9 +182,7 @@ def test_lost_processes_are_replaced_without_a_kernel(kept, part):
 
 
 def test_several_kernels_share_one_cluster(kept):
-    """All kernels of a cluster see requests with their senders, output and results; one that detaches disturbs no
-    other.
-    """
+    """All kernels of a cluster get its events, output and results; a kernel that detaches does not disturb the others."""
     kernel = kept()
     generation = kernel.wait_for_steps(WORLD)
     one, two = attached(kernel), attached(kernel)
@@ -298,9 +286,7 @@ def test_an_error_without_a_kernel(kept):
 
 
 def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
-    """A rank that holds the interpreter lock answers after the new driver stops waiting, and trains on: it is not
-    killed.
-    """
+    """A rank that holds the interpreter lock while a new driver starts is not killed, and trains on afterwards."""
     kernel = kept(program="train_and_hold_lock", hosts="localhost:2", silence=1.0)
     generation = kernel.wait_for_steps(2)
     kernel.kill_with_driver()
@@ -340,9 +326,7 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
 
 
 def test_setup_cells_run_once(kept):
-    """Setup cells run once on workers of an earlier driver, and also on later workers, though this kernel never ran the
-    cells.
-    """
+    """A setup cell of an earlier kernel runs once on each worker, also on workers that the next driver starts."""
     kernel = kept(program="")
     kernel.kill_with_driver()
     cluster = nbe.Cluster.attach(kernel.name)
@@ -371,7 +355,7 @@ def test_a_driver_that_does_not_answer(kept, monkeypatch):
 
 
 def test_unusable_files_of_a_cluster(kept, tmp_path):
-    """Attach to a cluster with an unusable file raises one line with the fault; the cluster goes on."""
+    """`attach` raises one line that names the fault of an unusable file; the cluster goes on."""
     kernel = kept(program="")
     kernel.kill_with_driver()
     path = runs_folder() / kernel.name / SNAPSHOT_FILE

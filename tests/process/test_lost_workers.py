@@ -65,9 +65,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_not_replaced(trains):
 
 
 def test_a_worker_ends_itself(make, tmp_path):
-    """`os._exit(3)` in the user's code is a loss like any other: the event names the exit code, and the world grows
-    back.
-    """
+    """`os._exit(3)` in the user's code is a failure: the event names the exit code, and the others train on."""
     cluster = make("localhost:2", min=1)
     cluster.wait(2)
 
@@ -213,7 +211,7 @@ def test_all_die(trains):
 
 
 def test_the_reset_limit_ends_the_job_with_that_reason(trains):
-    """At `reset_limit` breaks the job fails with that reason. Planned changes do not count."""
+    """When there are more breaks than `reset_limit`, the job fails with that reason. Reconfigurations do not count."""
     explained = {"grace": 20}  # seconds: the loss is the reason, even if the agent reports it late
     training = trains("localhost:2", min=1, reset_limit=1, timeouts=explained)
     training.wait_for_world(2)
@@ -238,7 +236,7 @@ def test_elastic_timeout_names_what_it_waited_for(trains):
 
 
 @pytest.mark.cold
-def test_a_killed_agent_takes_its_workers_along_and_comes_back(trains):
+def test_a_killed_agent_is_started_again_with_its_workers(trains):
     """When an agent is killed, its host and workers are lost; the others go on, and the host is started again."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     training.wait_for_world(3)

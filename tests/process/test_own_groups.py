@@ -39,7 +39,7 @@ def meet_in_groups(folder):
 
 
 def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make, tmp_path):
-    """When the others wait in such a group for a rank that is killed, they raise, and the same processes train on."""
+    """When ranks wait in a group of the program for a rank that is killed, they raise, and then train on."""
     training = Training(make("localhost:3", min=1, max=3), tmp_path / "steps", meet_in_groups)
     for _ in range(3):
         ranks = training.wait_for_world(3)

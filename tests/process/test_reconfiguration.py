@@ -168,9 +168,7 @@ def test_setup_cells_run_on_newcomers(make, tmp_path):
 
 
 def test_a_newcomer_that_fails_in_setup(make, tmp_path):
-    """A newcomer whose setup cell fails is shown with the reason; jobs run without it, and a corrected cell brings it
-    back.
-    """
+    """A newcomer whose setup cell fails is shown with the reason; jobs run without it until the cell is corrected."""
     cluster, there = make("localhost:1", min=1), tmp_path / "there"
     there.touch()
     rows = cluster.execute("import nosuchmodule", setup=True, key="imports", timeout=20)

@@ -266,12 +266,14 @@ def test_much_output_below_the_limit_is_read(script):
     ids=["nothing", "one without slots", "blank lines and a line twice", "IPv6 and a user"],
 )
 def test_what_scripts_may_print(script, output, hosts):
+    """Each of these outputs of a script is a valid list of hosts."""
     script.write(f"cat <<END\n{output}\nEND")
     assert hosts_of(discovery.ScriptDiscovery(str(script.path), 4)) == hosts
 
 
 @pytest.mark.parametrize("bad_line", ["h:x", "h:-1", "h:1:2", "h:0", "-oProxyCommand=x", "<html>"])
 def test_a_bad_line_is_named_with_its_number(script, bad_line):
+    """The error of a script's output has the bad line and its number."""
     script.write(f"cat <<END\na:1\n{bad_line}\nEND")
     with pytest.raises(nbe.DiscoveryError, match=r"hosts\.sh did not print a list of hosts: line 2: .*") as caught:
         hosts_of(discovery.ScriptDiscovery(str(script.path)))
@@ -287,6 +289,7 @@ def test_a_name_that_is_not_found(text):
 
 @pytest.mark.parametrize("text", ["", "  ", "it's"])
 def test_a_text_that_is_not_a_command(text):
+    """An empty text, or one with an open quote, raises UsageError."""
     with pytest.raises(nbe.UsageError, match=r"is empty|is not a valid command"):
         discovery.find_discovery(text, 1)
 

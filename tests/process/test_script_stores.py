@@ -15,7 +15,7 @@ from nbelastic.torchrun.rendezvous import DriverRendezvous
 
 
 class MovingDriver:
-    """After the node's first message, give it other addresses; then form a round with its offer number `taken`."""
+    """A driver that gives the node other addresses, and then forms a round with the node's offer number `taken`."""
 
     def __init__(self, *moves: str, taken: int) -> None:
         self._moves, self._taken = moves, taken

@@ -21,9 +21,7 @@ from tests.support.waiting import until
 
 
 def test_nothing_is_left_after_a_stop(make):
-    """A stop leaves no process, run folder or lock, and ends what the user's code has started. A second stop does
-    nothing.
-    """
+    """A stop leaves no run folder, lock or process, not even of the user's code. A second stop has no effect."""
     cluster = make("localhost:2,127.0.0.2:1", min=3)
     pids = processes_of(cluster)
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
@@ -54,9 +52,7 @@ def test_a_stop_while_workers_start_or_train(make, tmp_path):
 
 
 def test_requests_to_a_driver_that_dies(make):
-    """A request to a driver that dies before its answer fails or is answered by the next driver; it never waits without
-    end.
-    """
+    """A request to a driver that dies fails, or the next driver answers it; no request waits without end."""
     cluster = make("localhost:1", wait=False)
     driver, stacks = psutil.Process(driver_pid(cluster)), []
     driver.suspend()
@@ -153,7 +149,7 @@ def test_keys_are_kept(make):
         assert stat.S_IMODE(file.stat().st_mode) == (0o700 if file.is_dir() else 0o600), file
 
 
-DRIVER = """
+KERNEL = """
 import sys, time
 import nbelastic as nbe
 from tests.process import programs
@@ -173,25 +169,25 @@ if __name__ == "__main__":
 @pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize("how", ["idle", "busy"])
 def test_a_killed_kernel_leaves_nothing(tmp_path, how):
-    """Within 10 s after SIGKILL of the driver, its agents, templates, workers and controller have ended."""
-    with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), how], stdout=subprocess.PIPE) as driver:
+    """Within 10 s after SIGKILL of the kernel, its driver, agents, templates, workers and controller have ended."""
+    with subprocess.Popen([sys.executable, "-c", KERNEL, str(tmp_path), how], stdout=subprocess.PIPE) as kernel:
         try:
-            assert driver.stdout.readline() == b"up\n"
-            children = psutil.Process(driver.pid).children(recursive=True)
+            assert kernel.stdout.readline() == b"up\n"
+            children = psutil.Process(kernel.pid).children(recursive=True)
             assert len(children) > 7
         finally:
-            driver.kill()
+            kernel.kill()
     until(lambda: not [child for child in children if alive(child.pid)], 10)
 
 
 @pytest.mark.cold  # it finds processes by their parents
 def test_a_script_that_ends_leaves_nothing(tmp_path):
     """A program that forgets to stop its cluster ends soon, without an error, and its cluster ends with it."""
-    command, errors = [sys.executable, "-c", DRIVER, str(tmp_path), "leaves"], tmp_path / "stderr"
-    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as driver:
-        assert driver.stdout.readline() == b"up\n"
-        children = psutil.Process(driver.pid).children(recursive=True)
-        assert driver.wait(timeout=5) == 0
+    command, errors = [sys.executable, "-c", KERNEL, str(tmp_path), "leaves"], tmp_path / "stderr"
+    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as kernel:
+        assert kernel.stdout.readline() == b"up\n"
+        children = psutil.Process(kernel.pid).children(recursive=True)
+        assert kernel.wait(timeout=5) == 0
     assert errors.read_text() == ""  # it ended without an error
     until(lambda: not [child for child in children if alive(child.pid)], 5)
 
