@@ -30,10 +30,8 @@ PATIENCE = 30.0
 
 
 def ssh(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = ["ssh", "-o", "BatchMode=yes", *arguments]
-    return subprocess.run(
-        command, check=check, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
-    )
+    command, nothing = ["ssh", "-o", "BatchMode=yes", *arguments], subprocess.DEVNULL
+    return subprocess.run(command, check=check, capture_output=True, text=True, timeout=PATIENCE, stdin=nothing)
 
 
 class Connection:
@@ -267,9 +265,8 @@ def test_a_host_that_wants_a_password(network: Network) -> None:
 def test_a_host_without_python(network: Network) -> None:
     """A host without Python has the usual programs, but no python3 on PATH, nor this process's Python."""
     network.add("bare", python=False)
-    done = ssh(
-        "bare", f"hostname; command -v python3 python || echo none; {sys.executable} -V || echo $?; ls / | grep tmp"
-    )
+    question = f"hostname; command -v python3 python || echo none; {sys.executable} -V || echo $?; ls / | grep tmp"
+    done = ssh("bare", question)
     hidden = ["127"] if without_python() else done.stdout.split()[2:3]
     assert done.stdout.split() == ["bare", "none", *hidden, "tmp"]
 
