@@ -241,8 +241,12 @@ def test_a_torchrun_that_cannot_join_from_another_machine(network, make, termina
             return run.output.splitlines()[-1]
 
     refused = last_line(carry(old, "h3"))
-    assert refused.endswith(f"does not accept this key: is this the connection file of {cluster.name!r}'s present start?")
+    assert refused.endswith(
+        f"does not accept this key: is this the connection file of {cluster.name!r}'s present start?"
+    )
     assert not external_nodes(cluster)
     there = carry(file, "h3")
     cluster.stop()
-    assert last_line(there).endswith(f"nothing listens at {content['address']}: the cluster {cluster.name!r} is closed.")
+    assert last_line(there).endswith(
+        f"nothing listens at {content['address']}: the cluster {cluster.name!r} is closed."
+    )

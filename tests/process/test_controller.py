@@ -310,26 +310,26 @@ def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):
 
     async def story() -> None:
         driver_lease = until_the_end(tmp_path)
-        controller, doors = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease), ProxySet(driver_lease)
+        controller, proxies = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease), ProxySet(driver_lease)
         await controller.start()
-        (tmp_path / "connection").write_text(doors.proxied_connection("127.0.0.1", controller.connection))
+        (tmp_path / "connection").write_text(proxies.proxied_connection("127.0.0.1", controller.connection))
         (tmp_path / "profile").mkdir()
         with run("lone_engine.py", tmp_path / "connection", tmp_path / "profile") as engine, closing(engine.stdin):
-            await asyncio.to_thread(_lose_an_answer, controller, doors, engine.stdout.readline().strip())
+            await asyncio.to_thread(_lose_an_answer, controller, proxies, engine.stdout.readline().strip())
         await controller.stop()
-        doors.close()
+        proxies.close()
 
-    def _lose_an_answer(controller: Supervisor, doors: ProxySet, uuid: str) -> None:
+    def _lose_an_answer(controller: Supervisor, proxies: ProxySet, uuid: str) -> None:
         with closing(connect(controller.information("client"), "behind", str(tmp_path / "ipython"))) as client:
             assert client.wait_for([uuid], 20.0)
-            (gate,) = [pid_of(gate.process) for gate in doors.saved]
-            suspend_process(gate)
+            (proxy,) = [pid_of(proxy.process) for proxy in proxies.saved]
+            suspend_process(proxy)
             result = client[0].apply_async(sorted, [2, 1])
             port = int(json.loads(controller.connection)["mux"])
             until(lambda: has_unread_data(port, at=2), what="an answer to reach the TCP proxy")
-            os.kill(gate, signal.SIGKILL)
-            until(lambda: not alive(gate))
-            doors.restart_dead()
+            os.kill(proxy, signal.SIGKILL)
+            until(lambda: not alive(proxy))
+            proxies.restart_dead()
             with pytest.raises(ipp.RemoteError, match="ControllerLostError"):
                 result.get(timeout=30)
             assert client[0].apply_async(sorted, [2, 1]).get(timeout=20) == [1, 2]

@@ -390,4 +390,4 @@ def test_errors_that_differ_in_numbers_are_one(script):
             hosts_of(discovery.ScriptDiscovery(str(script.path)))
         texts.add((str(caught.value), discovery.without_numbers(caught.value)))
     assert len(texts) == 2
-    assert len({gist for _, gist in texts}) == 1
+    assert len({text for _, text in texts}) == 1
