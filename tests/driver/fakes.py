@@ -1,6 +1,7 @@
-"""Fakes of all that a driver is connected to: a clock that a test moves, a message server, agents and workers.
+"""Fakes of all that a driver is connected to: a clock that a test sets, a message server, agents and workers.
 
-`DriverWithFakes` gives the driver its `Dependencies`. All of it lives in one event loop, whose time changes only in `advance_time`.
+`DriverWithFakes` gives the driver its `Dependencies`. All fakes live in one event loop, whose time changes only in
+`advance_time`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import pickling, versions
 
-TURNS = 40  # of the event loop, in which a message is answered, and the answer too
+TURNS = 40  # of the event loop: enough for a message and the answers to it to arrive
 TIME_STEP = 0.25  # seconds; no timer of the driver is more frequent
 SIGKILL = -9
 NOTHING = b"".join(pickling.pack(None))
@@ -50,7 +51,7 @@ def run_story(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @dataclass
 class FakeWorker:
-    """Answers messages as a training worker does; it commits when a test calls `train`."""
+    """A training worker that answers messages and commits when a test calls `train`."""
 
     id: WorkerId
     send: Callable[[messages.Message | ev.Event], None]
@@ -63,7 +64,7 @@ class FakeWorker:
     busy: bool = False
 
     def end_program(self, error: str = "") -> None:
-        """Its program has ended."""
+        """Report that the program has ended."""
         self.busy = False
         blob = None if error else messages.Blob(len(NOTHING), NOTHING)
         self.send(worker_messages.ProgramResult(self.id, self.job, error, value=blob))
@@ -89,7 +90,7 @@ class FakeWorker:
             case worker_messages.StopProgram(reason=reason) if self.busy:
                 self.generation = 0
                 self.end_program(f"JobStoppedError: {reason}")
-            case worker_messages.Program(job=job):  # it comes to the elastic function at once
+            case worker_messages.Program(job=job):  # it calls the elastic function at once
                 self.job, self.busy, self.total, self.left, self.holds = job, True, 0, 0, False
                 self.report_ready()
 
@@ -106,7 +107,7 @@ class FakeWorker:
 
 
 class FakeAgent:
-    """A host's agent, whose workers are objects. The driver handles it like a process."""
+    """A host's agent, whose workers are objects and whom the driver handles like a process."""
 
     process = job = ""
 
@@ -140,7 +141,7 @@ class FakeAgent:
                 self.kill()
 
     def lose_worker(self, w: WorkerId, code: int = SIGKILL) -> None:
-        """A worker's process has ended."""
+        """End this worker's process."""
         self._fakes.workers.pop(w, None)
         self.send(ev.WorkerExited(w, code))
 
@@ -162,7 +163,7 @@ class MemoryServer:
         self.heard_at: dict[str, float] = {}
 
     async def start(self, interface: str = "", port: int = 0) -> None:
-        """Without sockets, there is nothing to start."""
+        """Do nothing: there are no sockets."""
 
     async def stop(self) -> None:
         self.on_message = lambda peer, message: None
@@ -180,7 +181,7 @@ class MemoryServer:
 
 
 class FakeController:
-    """A controller without a process."""
+    """A controller of ipyparallel without a process."""
 
     connection, process = "{}", ""
 
@@ -188,10 +189,10 @@ class FakeController:
         self._fakes = fakes
 
     async def start(self) -> None:
-        """It runs at once."""
+        """Do nothing: there is no process to start."""
 
     async def attach(self) -> None:
-        """It runs already."""
+        """Do nothing: there is no process to attach to."""
 
     async def stop(self) -> None:
         self._fakes.controller_stopped = True
@@ -220,7 +221,7 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
 
 
 def driver_for(settings: Settings, dependencies: Dependencies) -> Driver:
-    """A driver without clients, which does not lock a name."""
+    """Return a driver without clients, which does not lock a name."""
     run_folder = RunFolder(settings.name)
     run_folder.path = settings.run_folder
     run_folder.make()
@@ -235,8 +236,8 @@ class DriverWithFakes:
         self.workers: dict[WorkerId, FakeWorker] = {}
         self.sent: list[tuple[str, messages.Message]] = []
         self.controller_stopped = False
-        self.silent: set[str] = set()  # hosts whose messages do not arrive
-        self.lost: set[tuple[str, type]] = set()  # a worker, and a kind of message that never reaches it
+        self.silent: set[str] = set()  # hosts whose messages the driver does not receive
+        self.lost: set[tuple[str, type]] = set()  # a worker, and a kind of message that it never receives
         self.driver = driver_for(settings_for(folder, hosts, **limits), self._dependencies())
 
     def _dependencies(self) -> Dependencies:
@@ -251,7 +252,7 @@ class DriverWithFakes:
         )
 
     async def locate(self, spec: HostSpec, launcher: str) -> tuple[str, str]:
-        """Every host is this machine."""
+        """Report each host as this machine."""
         return "127.0.0.1", ""
 
     def _make_server(self, _keys: object, on_message: Callable[[str, Any], None], *_: object) -> MemoryServer:
@@ -271,16 +272,16 @@ class DriverWithFakes:
 
     @property
     def ended(self) -> bool:
-        """Whether the driver has."""
+        """Whether the driver has ended."""
         return self._serving.done()
 
     async def settle(self) -> None:
-        """Let all messages arrive and be answered; the time does not change."""
+        """Let all messages and the answers to them arrive; the time does not change."""
         for _ in range(TURNS):
             await asyncio.sleep(0)
 
     async def advance_time(self, seconds: float) -> None:
-        """Let time pass. Hosts and workers that are not silent send heartbeats."""
+        """Let time pass; hosts and workers that are not silent send heartbeats."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ManualTimeLoop)
         end = loop.now + seconds
@@ -299,7 +300,7 @@ class DriverWithFakes:
             asyncio.get_running_loop().call_soon(lambda: self.server.on_message(peer, message))
 
     def arrive(self, peer: str, message: messages.Message) -> None:
-        """A message of the driver reaches its receiver, if that is alive."""
+        """Deliver a message of the driver to its receiver, if the receiver is alive."""
         role, _, name = peer.partition("/")
         receiver = self.agents.get(peer) if role == "agent" else self.workers.get(WorkerId.parse(name))
         if (
@@ -315,7 +316,7 @@ class DriverWithFakes:
         return run
 
     def kill(self, w: str) -> None:
-        """The worker's process dies, and its agent reports it."""
+        """End the worker's process; its agent reports this."""
         worker = WorkerId.parse(w)
         next(agent for agent in self.agents.values() if agent.spec.name == worker.host and agent.is_alive).lose_worker(
             worker

@@ -1,4 +1,4 @@
-"""Clusters without hosts: their drivers run in threads, and start no process."""
+"""Clusters without hosts: their drivers run in threads and start no process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoHosts:
 
 @pytest.fixture
 def clusters_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this user's clusters, for this test alone."""
+    """Put the folder of this user's clusters into the test's own folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path
@@ -30,7 +30,7 @@ def clusters_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start_hostless(clusters_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Start clusters without hosts: `start_hostless(keep=True)`. All are stopped at the end."""
+    """Start clusters without hosts, as in `start_hostless(keep=True)`; all are stopped at the end."""
     driver_thread.use_driver_threads(monkeypatch)
     with ExitStack() as stack:
 

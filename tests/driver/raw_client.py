@@ -1,4 +1,4 @@
-"""What tests do with a driver that runs in a thread: call it, speak its protocol as a raw client, and end its jobs."""
+"""How tests act on a driver that runs in a thread: call it, send it any message as a raw client, and end its jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def driver_of(cluster):
 
 
 def in_driver(cluster, act):
-    """The result of `act(driver)`, called in the driver's thread."""
+    """Return the result of `act(driver)`, called in the driver's thread."""
     done: Future[Any] = Future()
     thread = driver_thread.driver_threads[cluster.name]
 
@@ -59,7 +59,7 @@ class RawClient:
         self.socket.sendall(u.frame(message))
 
     def receive(self) -> u.ToClient | None:
-        """The next message; None if the driver has closed the connection."""
+        """Return the next message, or None if the driver has closed the connection."""
         while not self._messages:
             try:
                 data = self.socket.recv(1 << 16)
@@ -80,7 +80,7 @@ def end_job(cluster, job, outcome):
         run.end(
             cmd.EndJob(job.name, "failed" if outcome.error else "succeeded", "it failed", (wid("a/0#1"),), wid("a/0#1"))
         )
-        driver.post(ev.JobStopRequested(job.name, "the test has ended it"))  # for the world
+        driver.post(ev.JobStopRequested(job.name, "the test has ended it"))  # so that the world ends too
         driver._pending.check_and_publish()
 
     in_driver(cluster, end)

@@ -1,4 +1,4 @@
-"""Orders of people: what becomes of each, and when it is said to be done."""
+"""Requests of clients to change the cluster: the outcome of each, and when it is reported."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 
-def ask(story, message, by="dashboard"):
-    """The order, and a way to ask what has become of it."""
+def parse_request(story, message, by="dashboard"):
+    """Parse a request; return it, and a function that returns its outcome."""
     request = change_requests.parse(message, story.cluster, 2, by)
     return request, lambda: request.outcome(story.cluster)
 
 
 def test_a_host_is_added_when_it_is_up():
-    """Not when the order was taken: until its agent has spoken it is under way."""
+    """An added host is reported as up only once its agent has connected."""
     story = Story("a:1", min=1).run()
-    request, done = ask(story, {"order": "add_host", "host": "carol@b:3"})
+    request, done = parse_request(story, {"order": "add_host", "host": "carol@b:3"})
     assert request.text == "add b:3"
     story.send(request.event)
     assert done() is None
@@ -27,19 +27,19 @@ def test_a_host_is_added_when_it_is_up():
     assert done() == "up with 3 slots"
 
 
-def test_a_host_that_cannot_be_started_is_a_refusal():
-    """With the reason."""
+def test_adding_a_host_that_cannot_be_started_fails():
+    """A request to add a host fails with the reason for which the host cannot be started."""
     story = Story("a:1", min=1).run()
-    request, done = ask(story, {"order": "add_host", "host": "b"})
+    request, done = parse_request(story, {"order": "add_host", "host": "b"})
     story.send(request.event, ev.AgentLost("b", "ssh: connection refused"))
     with pytest.raises(HostError, match="ssh: connection refused; it is tried again"):
         done()
 
 
 def test_a_host_is_removed_when_it_has_left():
-    """While its workers go on to the next commit it is under way."""
+    """The removal of a host is pending until its workers have left at a commit."""
     story = Story("a:1", "b:1", min=1).run()
-    request, done = ask(story, {"order": "remove_host", "host": "b", "now": False})
+    request, done = parse_request(story, {"order": "remove_host", "host": "b", "now": False})
     story.send(request.event)
     assert done() is None
     story.quiet(3.0)
@@ -47,19 +47,19 @@ def test_a_host_is_removed_when_it_has_left():
 
 
 def test_a_host_that_was_added_again_is_not_removed():
-    """Somebody else has changed their mind."""
+    """The removal of a host fails if a client adds the host again meanwhile."""
     story = Story("a:1", "b:1", min=1).run()
-    request, done = ask(story, {"order": "remove_host", "host": "b"})
+    request, done = parse_request(story, {"order": "remove_host", "host": "b"})
     story.send(request.event)
     story.add("b:1")
     with pytest.raises(HostError, match="added again"):
         done()
 
 
-def test_a_restart_is_done_when_another_is_ready():
-    """The old one is gone at once; the order is under way until its slot has a worker that can take code."""
+def test_a_restart_is_done_when_the_new_worker_is_ready():
+    """A restart is done when the new worker in the slot is ready, not when the old one is lost."""
     story = Story("a:2", min=1).run()
-    request, done = ask(story, {"order": "restart", "worker": "a/1#1"})
+    request, done = parse_request(story, {"order": "restart", "worker": "a/1#1"})
     story._forget(wid("a/1#1"))
     story.send(request.event)
     assert done() is None
@@ -67,33 +67,33 @@ def test_a_restart_is_done_when_another_is_ready():
     assert done() == "a/1#2 has replaced it"
 
 
-def test_who_alone_has_the_state_is_refused_at_once():
-    """Before anything is posted."""
+def test_a_restart_of_the_only_holder_of_the_state_is_refused():
+    """A restart of the only worker that holds the training state is refused before an event is posted."""
     story = Story("a:1", min=1).run()
     with pytest.raises(UsageError, match="alone holds the training state"):
-        ask(story, {"order": "restart", "worker": "a/0#1"})
+        parse_request(story, {"order": "restart", "worker": "a/0#1"})
 
 
-def test_an_empty_max_takes_the_limit_away():
-    """The dashboard sends null for an empty field; who does not speak of max keeps it."""
+def test_an_empty_max_removes_the_limit():
+    """`max=None`, which the dashboard sends for an empty field, removes the limit; a request without `max` keeps it."""
     story = Story("a:2", min=1, max=2).run()
-    assert ask(story, {"order": "scale", "min": 2, "max": None})[0].event == ev.Scaled(2, None, "dashboard")
-    assert ask(story, {"order": "scale", "min": 2})[0].event == ev.Scaled(2, 2, "dashboard")
+    assert parse_request(story, {"order": "scale", "min": 2, "max": None})[0].event == ev.Scaled(2, None, "dashboard")
+    assert parse_request(story, {"order": "scale", "min": 2})[0].event == ev.Scaled(2, 2, "dashboard")
 
 
 def test_a_job_is_stopped_when_it_has_ended():
-    """And without a job there is nothing to stop."""
+    """A stop request is done when the job has ended, and is refused without a job."""
     story = Story("a:1", min=1).run()
-    request, done = ask(story, {"order": "stop_job"})
+    request, done = parse_request(story, {"order": "stop_job"})
     assert done() is None
     story.send(request.event)
     assert done() == f"{story.job.name} has ended"
     with pytest.raises(UsageError, match="no job is running"):
-        ask(story, {"order": "stop_job"})
+        parse_request(story, {"order": "stop_job"})
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "error"),
     [
         ({"order": "add_host", "host": "b:x"}, "'b:x': the number of slots must be a whole number"),
         ({"order": "add_host", "host": ""}, "'' is not a valid host"),
@@ -107,11 +107,11 @@ def test_a_job_is_stopped_when_it_has_ended():
         ({}, "unknown request"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(message, said):
-    """It says what is wrong."""
+def test_an_invalid_request_is_refused_in_one_line(message, error):
+    """An invalid request is refused with one line that names the fault."""
     story = Story("a:1", min=1)
     story.quiet()
     with pytest.raises(UsageError) as refused:
-        ask(story, message)
-    assert said in str(refused.value)
+        parse_request(story, message)
+    assert error in str(refused.value)
     assert "\n" not in str(refused.value)

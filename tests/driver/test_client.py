@@ -1,4 +1,4 @@
-"""What the notebook's ipyparallel client forgets."""
+"""The notebook's ipyparallel client forgets calls that are over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbelastic.ipp.client import Client
 
 
 def test_a_call_is_forgotten_once_it_is_answered():
-    """Its output may end before its answer comes: ipyparallel raises for a call that is still under way."""
+    """The client forgets a call only after its answer: for a pending call ipyparallel raises."""
     forgotten = []
     loop = SimpleNamespace(add_callback=lambda call, result: call(result))
     client = SimpleNamespace(_io_loop=loop, purge_local_results=forgotten.append)

@@ -1,4 +1,4 @@
-"""Host discoveries in the kernels of clients, and which one the driver uses."""
+"""Host discoveries in the kernels of clients, and which of them the driver uses."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tests.support import driver_thread
 from tests.support.waiting import until, until_async
 
 
-class Own:
-    """A discovery of the user's own."""
+class UserDiscovery:
+    """A discovery that the user wrote."""
 
     found: tuple[HostSpec, ...] = ()
     fails = False
-    asked = 0
+    polls = 0
 
     async def hosts(self):
-        self.asked += 1
+        self.polls += 1
         if self.fails:
             raise RuntimeError("no network")
         return self.found
 
 
 def test_a_discovery_in_a_kernel(start_hostless):
-    """What it finds, that it fails and that it answers again is said to the driver; it ends with the cluster."""
-    hosts = Own()
+    """The driver records when a kernel's discovery fails and recovers; the polling thread ends with the cluster."""
+    hosts = UserDiscovery()
     cluster = start_hostless(discovery=hosts)
     kinds = lambda: [event.kind for event in cluster.events]
-    until(lambda: hosts.asked)
+    until(lambda: hosts.polls)
     hosts.fails = True
     until(lambda: "discovery-failed" in kinds())
     hosts.fails = False
@@ -44,43 +44,43 @@ def test_a_discovery_in_a_kernel(start_hostless):
     until(lambda: "nbelastic-discovery-poller" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_an_attach_with_a_script_has_hosts_come_from_there(start_hostless, tmp_path):
-    """From now on, whatever said so before."""
+def test_an_attached_script_replaces_the_discovery(start_hostless, tmp_path):
+    """A script that a client attaches with replaces the earlier discovery."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)
     cluster = start_hostless()
     until(
         lambda: in_driver(cluster, lambda driver: driver.cluster.discovered)
-    )  # else the failure would end the cluster
+    )  # without an earlier answer the failure would end the cluster
     with nbe.Cluster.attach("quiet", discovery=str(script)) as other:
         until(lambda: any("hosts.sh failed with exit code 1" in event.text for event in cluster.events))
         other.detach()
 
 
-class Slow:
-    """A discovery that finds a host only when `go` is set; `looks` counts its answers."""
+class BlockedDiscovery:
+    """A discovery that lists its hosts only after `go` is set; `answers` counts its answers."""
 
     def __init__(self, *hosts):
-        self.go, self.looks, self._hosts = threading.Event(), 0, tuple(HostSpec(host, 1) for host in hosts)
+        self.go, self.answers, self._hosts = threading.Event(), 0, tuple(HostSpec(host, 1) for host in hosts)
 
     async def hosts(self):
         await until_async(self.go.is_set)
-        self.looks += 1
+        self.answers += 1
         return self._hosts
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_who_found_hosts_before_is_not_heard_any_more(start_hostless, tmp_path, own):
-    """Its first look ends when somebody else has said where hosts come from: a script, or an object of another kernel."""
+@pytest.mark.parametrize("is_object", [False, True])
+def test_a_replaced_discovery_has_no_effect(start_hostless, tmp_path, is_object):
+    """An answer of the earlier discovery has no effect after a client attached with a script or an object."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
-    before, after = Slow("nowhere.invalid"), Slow()
+    before, after = BlockedDiscovery("nowhere.invalid"), BlockedDiscovery()
     after.go.set()
     cluster = start_hostless(discovery=before)
-    with nbe.Cluster.attach("quiet", discovery=after if own else str(script)) as other:
-        if own:  # it takes the other's place with its first word
+    with nbe.Cluster.attach("quiet", discovery=after if is_object else str(script)) as other:
+        if is_object:  # it replaces the earlier one with its first answer
             until(
                 lambda: in_driver(
                     cluster,
@@ -90,15 +90,15 @@ def test_who_found_hosts_before_is_not_heard_any_more(start_hostless, tmp_path, 
                 )
             )
         before.go.set()
-        until(lambda: before.looks > 1)
+        until(lambda: before.answers > 1)
         assert (list(cluster.hosts), [event.kind for event in cluster.events if event.host]) == ([], [])
         other.detach()
     after.go.set()
 
 
-def test_who_finds_hosts_is_heard_until_another_says_something(start_hostless):
-    """Somebody attaches with an object that never answers, or that fails: hosts come from where they came from."""
-    before, after = Slow("nowhere.invalid"), Slow()
+def test_a_discovery_is_used_until_the_next_one_answers(start_hostless):
+    """The driver uses the earlier discovery until the one of a new client has answered."""
+    before, after = BlockedDiscovery("nowhere.invalid"), BlockedDiscovery()
     cluster = start_hostless(discovery=before)
     with nbe.Cluster.attach("quiet", discovery=after) as other:
         before.go.set()
@@ -108,7 +108,7 @@ def test_who_finds_hosts_is_heard_until_another_says_something(start_hostless):
 
 
 def test_a_script_that_was_attached_with_is_remembered(start_hostless, tmp_path):
-    """Who attaches later need not say it again, also after the driver has died."""
+    """A later attach gets the attached script without naming it, also from the next driver."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)

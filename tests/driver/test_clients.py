@@ -1,4 +1,4 @@
-"""The driver's socket: who may connect, which updates a client gets, and how a client leaves."""
+"""The driver's socket: who may connect, which updates a client receives, and how a client leaves."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.support import driver_thread
 from tests.support.waiting import until
 
 
-def test_who_may_connect(start_hostless):
-    """The socket is its owner's alone, in a folder that is."""
+def test_only_the_user_may_connect(start_hostless):
+    """Only the user may open the socket and its folder."""
     path = start_hostless()._link.run_folder.path
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE((path / u.SOCKET).stat().st_mode) == 0o600
 
 
-def test_a_long_path_is_no_obstacle(start_hostless, monkeypatch, tmp_path):
-    """A socket's path may have 107 characters, and a temporary folder's may be longer."""
+def test_the_path_of_the_socket_may_be_long(start_hostless, monkeypatch, tmp_path):
+    """A cluster works if the path of its socket exceeds the 107 characters that a socket address holds."""
     base = tmp_path / ("x" * 100)
     base.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(base))
@@ -41,20 +41,20 @@ def test_a_long_path_is_no_obstacle(start_hostless, monkeypatch, tmp_path):
     assert cluster.status().min == 2
 
 
-@pytest.mark.parametrize("said", [b"\xff" * 8, u.LENGTH.pack(3) + b"abc", u.LENGTH.pack(0), b"GET / HTTP/1.1\r\n\r\n"])
-def test_nonsense_costs_its_own_connection(start_hostless, said):
-    """And nobody else anything."""
+@pytest.mark.parametrize("data", [b"\xff" * 8, u.LENGTH.pack(3) + b"abc", u.LENGTH.pack(0), b"GET / HTTP/1.1\r\n\r\n"])
+def test_invalid_bytes_end_only_their_connection(start_hostless, data):
+    """Invalid bytes end the connection that sent them, and have no other effect."""
     cluster = start_hostless()
     with RawClient(cluster) as raw:
-        raw.socket.sendall(said)
-        if not said.startswith(b"GET"):
+        raw.socket.sendall(data)
+        if not data.startswith(b"GET"):
             assert raw.receive() is None
     cluster.scale(2, 3)
     assert cluster.status().min == 2
 
 
 def test_a_client_of_another_version_is_refused(start_hostless, monkeypatch):
-    """In one line that says what to do; and one that has not said hello is not answered."""
+    """A client with other messages is refused with advice; a request before the greeting gets no answer."""
     cluster = start_hostless()
     with monkeypatch.context() as other:
         other.setattr(u, "fingerprint", iter(["other", "ours"]).__next__)  # the client's, then the driver's
@@ -68,18 +68,18 @@ def test_a_client_of_another_version_is_refused(start_hostless, monkeypatch):
     assert cluster.status().phase == "waiting"
 
 
-def test_an_update_has_what_is_new(start_hostless):
-    """The first has all there is; later ones only what has changed, the last lines without an end too."""
+def test_an_update_holds_only_changes(start_hostless):
+    """The first update holds everything; later ones hold only changes, with the newest unfinished lines."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
 
-    def prints(text, end):
+    def output_of(text, end):
         return lambda driver: driver._on_message(
             "worker/a/0#1", messages.WorkerOutput(wid("a/0#1"), "out", text, end, job.name, 0)
         )
 
     in_driver(cluster, lambda driver: setattr(driver, "_is_known", lambda _: True))
-    in_driver(cluster, prints("one\ntwo\nthr", 11))
+    in_driver(cluster, output_of("one\ntwo\nthr", 11))
     with RawClient(cluster) as raw:
         raw.send(u.ClientHello("1", u.fingerprint()))
         raw.receive()
@@ -88,7 +88,7 @@ def test_an_update_has_what_is_new(start_hostless):
         (update,) = first.jobs
         assert [line.text for _, line in update.lines] == ["one", "two"]
         assert [line.text for _, line in update.unfinished] == ["thr"]
-        in_driver(cluster, prints("ee\n", 14))
+        in_driver(cluster, output_of("ee\n", 14))
         second = raw.receive()
         assert (second.events, second.setup_cells) == ([], None)
         (update,) = second.jobs
@@ -97,8 +97,8 @@ def test_an_update_has_what_is_new(start_hostless):
     until(lambda: job.logs() == "a/0#1 | one\na/0#1 | two\na/0#1 | three")
 
 
-def test_the_consequence_is_known_before_the_answer(start_hostless):
-    """Whoever has given an order sees what has become of it as soon as that returns: 100 times."""
+def test_the_effect_of_a_request_is_visible_when_it_returns(start_hostless):
+    """After a request returns, the status and the events show its effect: 100 times."""
     cluster = start_hostless()
     for most in range(1, 101):
         cluster.scale(1, most)
@@ -106,8 +106,8 @@ def test_the_consequence_is_known_before_the_answer(start_hostless):
         assert f"max {most}" in cluster.events[-1].text
 
 
-def test_who_does_not_read_costs_nothing(start_hostless):
-    """A stopped kernel: the driver keeps nothing for it, and tells it all that it still has when it reads again."""
+def test_a_client_that_does_not_read_fills_no_memory(start_hostless):
+    """The driver buffers little for a client that stops reading, and sends it all kept events when it reads again."""
     cluster = start_hostless()
     with RawClient(cluster) as raw:
         raw.send(u.ClientHello("1", u.fingerprint()))
@@ -122,26 +122,27 @@ def test_who_does_not_read_costs_nothing(start_hostless):
         (other,) = [client for client in driver_of(cluster)._clients._greeted if client._is_writing_paused]
         assert other._transport.get_write_buffer_size() < 4 * clients.MAX_UNREAD
         until(lambda: len(cluster.events) >= 6000)
-        heard = []
-        while len(heard) < len(cluster.events):
+        received = []
+        while len(received) < len(cluster.events):
             message = raw.receive()
-            heard += message.events if isinstance(message, u.Update) else []
-        assert heard == cluster.events
+            received += message.events if isinstance(message, u.Update) else []
+        assert received == cluster.events
 
 
-def test_who_cancels_is_not_answered(start_hostless):
-    """Nobody waits any more: the driver forgets the question."""
+def test_a_request_that_timed_out_is_forgotten(start_hostless):
+    """The driver forgets a request whose client stopped waiting."""
     cluster = start_hostless()
     waiting = lambda: in_driver(cluster, lambda driver: len(driver._pending))
     before = waiting()
     with pytest.raises(nbe.WaitTimeoutError):
         cluster.wait(3, timeout=0.1)
-    cluster.scale(1, 2)  # what was said before has been heard by then
+    cluster.scale(1, 2)  # the driver has received the earlier messages by then
     in_driver(cluster, lambda driver: driver._pending.check_and_publish())
     assert waiting() == before
 
 
-def test_who_goes_away_takes_its_questions_along(start_hostless):
+def test_requests_of_a_client_that_disconnects_are_forgotten(start_hostless):
+    """The driver forgets the requests of a client that disconnects."""
     cluster = start_hostless()
     with RawClient(cluster) as raw:
         raw.send(u.ClientHello("1", u.fingerprint()))
@@ -155,8 +156,8 @@ def test_who_goes_away_takes_its_questions_along(start_hostless):
     assert "driver-error" not in [event.kind for event in cluster.events]
 
 
-def test_who_leaves_a_cluster_that_is_not_kept(start_hostless):
-    """One that has attached to it leaves it as it is; its own kernel cannot."""
+def test_only_the_owner_cannot_leave_a_cluster_that_is_not_kept(start_hostless):
+    """An attached client may leave a cluster that is not kept; the kernel that owns it may not."""
     cluster = start_hostless()
     other = nbe.Cluster.attach("quiet", discovery=NoHosts())
     other.close()
@@ -167,7 +168,7 @@ def test_who_leaves_a_cluster_that_is_not_kept(start_hostless):
 
 
 def test_a_kept_cluster_ends_with_its_lease(start_hostless):
-    """Nobody is connected to it for so long: it stops. Somebody who comes in time begins the lease anew."""
+    """A kept cluster stops after its lease without a client; a client that attaches in time renews the lease."""
     cluster = start_hostless(keep=True, lease=1.5, silence=1.0)
     run_folder = cluster._link.run_folder
     cluster.detach()
@@ -182,7 +183,7 @@ def test_a_kept_cluster_ends_with_its_lease(start_hostless):
 
 
 def test_a_faulty_driver_without_clients_ends_with_the_lease(start_hostless, monkeypatch):
-    """It decides nothing any more, but that."""
+    """A driver that makes no more decisions still ends with the lease."""
     cluster = start_hostless(keep=True, lease=1.0, silence=1.0)
     run_folder = cluster._link.run_folder
     in_driver(cluster, lambda driver: driver.stop_deciding(ev.Ticked(), KeyError("x")))
@@ -190,8 +191,8 @@ def test_a_faulty_driver_without_clients_ends_with_the_lease(start_hostless, mon
     until(lambda: not run_folder.path.exists())
 
 
-def test_a_driver_that_ends_at_once_tells_its_kernel_why(start_hostless, monkeypatch, tmp_path):
-    """Before that has connected, as when the discovery fails at its first look."""
+def test_a_kernel_sees_why_its_driver_stopped_at_once(start_hostless, monkeypatch, tmp_path):
+    """A kernel sees why its driver stopped before the kernel was connected."""
 
     def connect_late(*arguments):
         thread = driver_thread.driver_threads["quiet"]
@@ -206,7 +207,7 @@ def test_a_driver_that_ends_at_once_tells_its_kernel_why(start_hostless, monkeyp
 
 
 def test_an_attach_that_fails_leaves_no_connection(start_hostless):
-    """A discovery that is not there: the lease would never run out."""
+    """An attach with a missing discovery closes its connection: an open one would renew the lease."""
     cluster = start_hostless()
     with pytest.raises(nbe.UsageError, match="no-such-script"):
         nbe.Cluster.attach("quiet", discovery="./no-such-script")
@@ -214,15 +215,15 @@ def test_an_attach_that_fails_leaves_no_connection(start_hostless):
 
 
 def test_a_cluster_whose_lock_is_removed_ends(start_hostless, monkeypatch):
-    """Nobody could find it any more."""
+    """A cluster stops when its lock file was removed, because no client can find it any more."""
     monkeypatch.setattr(client_lease, "CHECK_INTERVAL", 0.05)
     cluster = start_hostless()
     cluster._link.run_folder.lock.unlink()
     until(lambda: cluster.status().reason == "stopped: its lock file was removed")
 
 
-def test_a_status_that_is_read_late_is_not_shown_instead_of_a_newer_one(start_hostless):
-    """One thread decodes the last status while another takes the next."""
+def test_a_status_that_is_decoded_late_does_not_replace_a_newer_one(start_hostless):
+    """A status that another thread decoded late does not replace a newer one."""
     cluster = start_hostless()
     driver = cluster._link.connection
     old = driver._status
@@ -231,8 +232,8 @@ def test_a_status_that_is_read_late_is_not_shown_instead_of_a_newer_one(start_ho
     assert cluster.status().min == 2
 
 
-def test_what_is_asked_before_a_connection_is_left_still_goes_out(start_hostless):
-    """An order, and at once a detach: 20 times."""
+def test_a_request_before_a_detach_reaches_the_driver(start_hostless):
+    """A request that is followed at once by a detach reaches the driver: 20 times."""
     cluster = start_hostless(keep=True)
     for most in range(1, 21):
         other = nbe.Cluster.attach("quiet")
@@ -241,8 +242,8 @@ def test_what_is_asked_before_a_connection_is_left_still_goes_out(start_hostless
         until(lambda most=most: cluster.status().max == most)
 
 
-def test_who_is_interrupted_while_attaching_is_not_attached(start_hostless, monkeypatch):
-    """Ctrl-C while the driver does not greet: the lease of the cluster would never run out."""
+def test_an_interrupted_attach_leaves_no_connection(start_hostless, monkeypatch):
+    """Ctrl-C while an attach awaits the greeting closes its connection: an open one would renew the lease."""
     cluster = start_hostless()
     monkeypatch.setattr(Connection, "_await_greeting", lambda _: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,17 +1,17 @@
-"""The driver's clock, read from two clocks that the test turns by hand."""
+"""The driver's clock, on two machine clocks that the test sets."""
 
 from nbelastic.driver.clock import Clock
 
 
 class Machine:
-    """Its two clocks, and a driver's clock on it."""
+    """The two clocks of a machine, and a driver's clock that reads them."""
 
     def __init__(self):
         self.monotonic, self.boottime = 1000.0, 5000.0
         self.clock = Clock(3.0, lambda: self.monotonic, lambda: self.boottime)
 
     def run(self, seconds):
-        """The driver looks at its clock every second."""
+        """Let time pass while the driver reads its clock each second."""
         for _ in range(seconds):
             self.stop(1)
             self.clock.now()
@@ -25,14 +25,14 @@ class Machine:
 
 
 def test_a_driver_that_runs_is_never_absent():
-    """Its clock goes as fast as the machine's."""
+    """While the driver runs, its clock is as fast as the machine's, and no absence is counted."""
     machine = Machine()
     machine.run(100)
     assert (machine.clock.now(), machine.clock.absent) == (1100.0, 0.0)
 
 
 def test_the_time_of_a_stop_is_skipped():
-    """Deadlines come no nearer while the driver is stopped: it goes on at the time at which it stopped."""
+    """The clock of a stopped driver continues at the time of the stop, so deadlines come no nearer."""
     machine = Machine()
     machine.run(10)
     machine.stop(60)
@@ -44,7 +44,7 @@ def test_the_time_of_a_stop_is_skipped():
 
 
 def test_a_suspended_machine_was_absent():
-    """Its monotonic clock stood still, so nothing is skipped; for other machines time has passed."""
+    """After a suspend the clock skips nothing, as the monotonic clock stopped too, but the absence is counted."""
     machine = Machine()
     machine.run(10)
     machine.suspend(600)
@@ -53,26 +53,26 @@ def test_a_suspended_machine_was_absent():
     assert machine.clock.absent == 600.0
 
 
-def test_silence_during_an_absence_means_nothing():
-    """Who was not heard because the driver did not listen has as much time again; then its silence counts."""
+def test_silence_during_an_absence_does_not_count():
+    """Silence is counted again only when the driver has listened as long after an absence as before it."""
     machine = Machine()
     machine.run(10)
-    heard_at = machine.monotonic
+    received_at = machine.monotonic
     machine.run(5)
-    assert machine.clock.silence(heard_at) == 5.0
+    assert machine.clock.silence(received_at) == 5.0
     machine.stop(14)
-    assert machine.clock.silence(heard_at) == 0.0
+    assert machine.clock.silence(received_at) == 0.0
     machine.run(14)
-    assert machine.clock.silence(heard_at) == 0.0
+    assert machine.clock.silence(received_at) == 0.0
     machine.run(6)
-    assert machine.clock.silence(heard_at) == 6.0
+    assert machine.clock.silence(received_at) == 6.0
 
 
-def test_a_long_absence_excuses_nobody_for_long():
-    """A host that vanished while the machine slept is missed 30 s after it woke up, plus the usual silence."""
+def test_a_long_absence_excuses_at_most_30_seconds():
+    """At most 30 s after a long suspend are excused; then silence counts."""
     machine = Machine()
     machine.run(10)
-    heard_at = machine.monotonic
+    received_at = machine.monotonic
     machine.suspend(36000)
     machine.run(40)
-    assert machine.clock.silence(heard_at) == 9.0
+    assert machine.clock.silence(received_at) == 9.0

@@ -11,8 +11,8 @@ from nbelastic.transport.cluster_file import ClusterFile
 from nbelastic.transport.keys import Keys
 
 
-def test_a_damaged_file_of_another_cluster_is_passed_over(clusters_folder):
-    """Three clusters run; the files of two are damaged or open to others. The third is found by its port."""
+def test_a_damaged_file_of_another_cluster_is_skipped(clusters_folder):
+    """A cluster is found by its port, although the files of two other clusters are damaged or readable by others."""
     files = {}
     for name in ("a", "b", "c"):
         RunFolder(name).path.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""`nbelastic` in a terminal: what it prints, refuses and orders, on clusters whose drivers run in threads."""
+"""The command `nbelastic` in a terminal: what it prints, refuses and requests. The clusters' drivers run in threads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def said(capsys):
-    """Run a command; what it has printed, its errors, and its exit code."""
+def run_command(capsys):
+    """Run a command; return what it printed, its errors, and its exit code."""
 
     def run(line: str) -> tuple[str, str, int]:
         capsys.readouterr()
@@ -31,94 +31,102 @@ def said(capsys):
     return run
 
 
-def prints(cluster, job, rank: int, text: str) -> None:
-    """As if a worker had."""
+def print_as_worker(cluster, job, rank: int, text: str) -> None:
+    """Print this text as a worker of the job does."""
     w = wid(f"a/{rank}#1")
 
-    def hear(driver):
+    def receive(driver):
         driver._components.received_messages.is_known = lambda _: True
         end = driver.runs[job.name]._received_to.get((w, "out"), 0) + len(text)
         driver._on_message(f"worker/{w}", messages.WorkerOutput(w, "out", text, end, job.name, rank))
 
-    in_driver(cluster, hear)
+    in_driver(cluster, receive)
     until(lambda: text.strip().rpartition("\n")[2] in job.logs())
 
 
-def test_without_a_cluster_each_command_says_so(said, clusters_folder):
-    assert said("list") == ("No cluster is running.\n", "", 0)
+def test_without_a_cluster_each_command_says_so(run_command, clusters_folder):
+    """Each command without a cluster ends with one line that says so."""
+    assert run_command("list") == ("No cluster is running.\n", "", 0)
     for line in ("status", "logs", "logs -f", "stop", "attach", "scale --min 1"):
-        assert said(line) == ("", "nbelastic: you have no cluster on this machine.\n", 1)
-    out, error, code = said("add train gpu1")
+        assert run_command(line) == ("", "nbelastic: you have no cluster on this machine.\n", 1)
+    out, error, code = run_command("add train gpu1")
     assert (out, code) == ("", 1)
     assert "there is no cluster 'train' here" in error
 
 
 @pytest.mark.parametrize("line", ["add train", "status a b", "nonsense", "logs --rank x"])
-def test_what_is_no_command_is_refused_with_the_usage(line, capsys):
+def test_invalid_arguments_are_refused_with_the_usage(line, capsys):
+    """Invalid arguments end the command with the usage and exit code 2."""
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2
     assert "usage: nbelastic" in capsys.readouterr().err
 
 
-def test_a_cluster_that_is_alone_needs_no_name(start_hostless, said):
-    """Kept or not; where there are several, they are named."""
+def test_the_only_cluster_needs_no_name(start_hostless, run_command):
+    """A command finds the only cluster without its name, and lists the names if there are several."""
     cluster = start_hostless()
-    assert "waiting" in said("status")[0]
-    assert json.loads(said("status quiet --json")[0])["name"] == "quiet"
-    assert "nbelastic attach quiet" in said("list")[0]
+    assert "waiting" in run_command("status")[0]
+    assert json.loads(run_command("status quiet --json")[0])["name"] == "quiet"
+    assert "nbelastic attach quiet" in run_command("list")[0]
     start_hostless("other")
-    assert said("status") == ("", "nbelastic: say which cluster: other, quiet.\n", 1)
-    assert said("status other")[2] == 0
-    assert cluster.status().phase == "waiting", "a look does not end it"
+    assert run_command("status") == ("", "nbelastic: say which cluster: other, quiet.\n", 1)
+    assert run_command("status other")[2] == 0
+    assert cluster.status().phase == "waiting", "a command does not end it"
 
 
-def test_orders_are_those_of_a_notebook(start_hostless, said):
-    """Who has given one is told to all, as soon as several are connected."""
+def test_commands_have_the_effect_of_a_notebook_s_calls(start_hostless, run_command):
+    """Commands act like a notebook's calls; once several clients are connected, events name the one that asked."""
     cluster = start_hostless()
     cluster.scale(2, 9)
-    assert said("scale --max 4") == ("quiet: 2–4 workers from now on.\n", "", 0)
+    assert run_command("scale --max 4") == ("quiet: 2–4 workers from now on.\n", "", 0)
     until(lambda: (cluster.status().min, cluster.status().max) == (2, 4))
     until(lambda: any("min 2, max 9 by you" in event.text for event in cluster.events))
     text = next(event.text for event in cluster.events if "max 4" in event.text)
     assert text.startswith("min 2, max 4 by nbelastic scale (")
-    assert said("remove quiet nowhere") == ("", "nbelastic: there is no host 'nowhere'; the hosts are none.\n", 1)
-    assert said("scale") == ("", "nbelastic: give --min N, --max N or both.\n", 1)
+    assert run_command("remove quiet nowhere") == (
+        "",
+        "nbelastic: there is no host 'nowhere'; the hosts are none.\n",
+        1,
+    )
+    assert run_command("scale") == ("", "nbelastic: give --min N, --max N or both.\n", 1)
 
 
-def test_a_stop_is_over_when_the_cluster_is(start_hostless, said):
+def test_stop_returns_when_the_cluster_has_ended(start_hostless, run_command):
+    """`stop` returns when the cluster has ended, and `stop --job` at once."""
     cluster = start_hostless(keep=True)
     cluster.run(os.getpid)
-    assert said("stop --job") == ("quiet: job-1 is being stopped.\n", "", 0)
+    assert run_command("stop --job") == ("quiet: job-1 is being stopped.\n", "", 0)
     assert cluster.job.wait(10).status == "stopped"
-    assert said("stop --job") == ("quiet: no job is running.\n", "", 0)
-    assert said("stop quiet") == ("quiet: stopped.\n", "", 0)
+    assert run_command("stop --job") == ("quiet: no job is running.\n", "", 0)
+    assert run_command("stop quiet") == ("quiet: stopped.\n", "", 0)
     assert not cluster._link.run_folder.path.exists()
     assert cluster.status().reason.startswith("stopped: stopped by nbelastic stop (")
 
 
-def test_logs_are_in_the_order_in_which_they_came(start_hostless, said):
-    """Of all ranks or of one, the last lines of them."""
+def test_logs_are_in_order_of_arrival(start_hostless, run_command):
+    """`logs` print_as_worker lines in order of arrival, of all ranks or of one, with `--tail` only the last ones."""
     cluster = start_hostless()
-    assert said("logs") == ("", "nbelastic: no job has run yet on 'quiet'.\n", 1)
+    assert run_command("logs") == ("", "nbelastic: no job has run yet on 'quiet'.\n", 1)
     job = cluster.run(os.getpid)
     for rank, text in ((1, "one\n"), (0, "two\n"), (1, "six\n"), (0, "bar")):
-        prints(cluster, job, rank, text)
-    assert said("logs")[0] == "rank 1 | one\nrank 0 | two\nrank 1 | six\nrank 0 | bar\n"
-    assert said("logs --rank 1")[0] == "rank 1 | one\nrank 1 | six\n"
-    assert said("logs --tail 1")[0] == "rank 1 | six\nrank 0 | bar\n", "a line that has no end yet comes last"
+        print_as_worker(cluster, job, rank, text)
+    assert run_command("logs")[0] == "rank 1 | one\nrank 0 | two\nrank 1 | six\nrank 0 | bar\n"
+    assert run_command("logs --rank 1")[0] == "rank 1 | one\nrank 1 | six\n"
+    assert run_command("logs --tail 1")[0] == "rank 1 | six\nrank 0 | bar\n", "an unfinished line comes last"
 
 
-def test_who_follows_sees_each_line_once_until_the_job_ends(start_hostless, capsys):
+def test_follow_prints_each_line_once_until_the_job_ends(start_hostless, capsys):
+    """`logs -f` print_as_worker each line once, and ends with the job."""
     cluster = start_hostless()
     following = threading.Thread(target=main, args=(["logs", "-f", "--tail", "1"],))
     following.start()
-    job = cluster.run(os.getpid)  # it waits for one
+    job = cluster.run(os.getpid)  # the command waits for a job
     for text in ("one\n", "two\n", "six\n"):
-        prints(cluster, job, 0, text)
+        print_as_worker(cluster, job, 0, text)
     lines = []
     until(lambda: lines.append(capsys.readouterr().out) or "six" in "".join(lines))
-    prints(cluster, job, 0, "end")
+    print_as_worker(cluster, job, 0, "end")
     end_job(cluster, job, Outcome(value=blob(None)))
     following.join(10)
     out, error = capsys.readouterr()
@@ -128,15 +136,15 @@ def test_who_follows_sees_each_line_once_until_the_job_ends(start_hostless, caps
     assert len(lines) == len(set(lines))
 
 
-def test_who_is_attached_sees_events_and_output_until_the_cluster_stops(start_hostless, capsys):
-    """Of one job after the other."""
+def test_attach_prints_events_and_output_until_the_cluster_stops(start_hostless, capsys):
+    """`attach` print_as_worker the events and output of each job, and ends with the cluster."""
     cluster = start_hostless()
     following = threading.Thread(target=main, args=(["attach"],))
     following.start()
     seen = []
     for text in ("one\n", "two\n"):
         job = cluster.run(os.getpid)
-        prints(cluster, job, 0, text)
+        print_as_worker(cluster, job, 0, text)
         end_job(cluster, job, Outcome(value=blob(None)))
         job.wait(10)
         until(lambda: seen.append(capsys.readouterr().out) or f"rank 0 | {text}" in "".join(seen))
@@ -149,7 +157,8 @@ def test_who_is_attached_sees_events_and_output_until_the_cluster_stops(start_ho
     assert out.splitlines()[-1].startswith("finished: stopped: stopped by hand (process ")
 
 
-def test_an_interrupt_ends_the_command_alone(start_hostless, monkeypatch, capsys):
+def test_an_interrupt_ends_only_the_command(start_hostless, monkeypatch, capsys):
+    """Ctrl-C ends the command with exit code 130; the cluster continues."""
     cluster = start_hostless()
 
     def interrupt(_):
@@ -160,22 +169,22 @@ def test_an_interrupt_ends_the_command_alone(start_hostless, monkeypatch, capsys
     assert cluster.status().phase == "waiting"
 
 
-def test_words_of_others_do_not_steer_the_terminal(start_hostless, said):
-    """What a program prints, or a host says, may be coloured, and no more."""
+def test_control_sequences_in_output_are_removed(start_hostless, run_command):
+    """Colours in a program's output are kept, and other control sequences are removed."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
-    prints(cluster, job, 0, "\x1b]0;title\x07\x1b[31mred\x1b[0m \x1b]52;c;QQ==\x1b\\and\x9b blue\n")
-    assert said("logs")[0] == "rank 0 | \x1b[31mred\x1b[0m and blue\n"
+    print_as_worker(cluster, job, 0, "\x1b]0;title\x07\x1b[31mred\x1b[0m \x1b]52;c;QQ==\x1b\\and\x9b blue\n")
+    assert run_command("logs")[0] == "rank 0 | \x1b[31mred\x1b[0m and blue\n"
 
 
-def test_a_line_that_comes_after_the_first_look_is_shown(start_hostless, capsys):
-    """A follower has looked before anything was printed; later it says how many lines it has missed."""
+def test_a_follower_prints_new_lines_and_how_many_it_missed(start_hostless, capsys):
+    """A follower print_as_worker lines that follow its first poll, and the number of lines that it missed."""
     cluster = start_hostless()
     output, job = Output(), cluster.run(os.getpid)
     output.show(job)
-    prints(cluster, job, 0, "first\n")
+    print_as_worker(cluster, job, 0, "first\n")
     output.show(job)
-    prints(cluster, job, 0, "".join(f"{i}\n" for i in range(1500)) + "end\n")
+    print_as_worker(cluster, job, 0, "".join(f"{i}\n" for i in range(1500)) + "end\n")
     output.show(job)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["rank 0 | first", "… 501 lines are only in the log files …", "rank 0 | 501"]
@@ -183,37 +192,38 @@ def test_a_line_that_comes_after_the_first_look_is_shown(start_hostless, capsys)
 
 
 @pytest.mark.parametrize("seconds", ["-3", "nan", "inf"])
-def test_a_stop_takes_no_nonsense(start_hostless, said, seconds):
-    """And stops nothing then."""
+def test_an_invalid_timeout_of_a_stop_is_refused(start_hostless, run_command, seconds):
+    """An invalid number of seconds is refused, and stops nothing."""
     cluster = start_hostless()
-    out, error, code = said(f"stop --timeout {seconds}")
+    out, error, code = run_command(f"stop --timeout {seconds}")
     assert (out, code) == ("", 1)
     assert "a number of seconds, at least 0" in error
     assert cluster.status().phase == "waiting"
 
 
-def test_each_host_is_told_of(start_hostless, said):
-    """One that is refused does not keep the others from being added."""
+def test_each_host_is_reported(start_hostless, run_command):
+    """A refused host is reported, and does not keep the others from being added."""
     cluster = start_hostless()
-    out, error, code = said("add quiet a:x 127.0.0.9:1")
+    out, error, code = run_command("add quiet a:x 127.0.0.9:1")
     assert (out, code) == ("quiet: 127.0.0.9:1 is being added.\n", 1)
     assert "number of slots" in error
     until(lambda: [host.name for host in cluster.hosts] == ["127.0.0.9"])
     cluster.remove_host("127.0.0.9", now=True)
 
 
-def test_follow_says_why_a_job_has_failed(start_hostless, said):
-    """With the traceback, and by its exit code."""
+def test_follow_says_why_a_job_has_failed(start_hostless, run_command):
+    """`logs -f` of a failed job print_as_worker the traceback, and has exit code 1."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
     end_job(cluster, job, Outcome(error="ValueError: no data", traceback="Traceback: no data"))
-    out, error, code = said("logs -f")
+    out, error, code = run_command("logs -f")
     assert (out, code) == ("", 1)
     assert error == "nbelastic: job-1 failed: it failed\n\nTraceback: no data\n"
 
 
 @pytest.mark.parametrize("name", ["-x", "../x", "~nobody-at-all/x", "\udcff", "a b"])
-def test_names_that_cannot_be_are_refused_in_one_line(clusters_folder, capsys, name):
+def test_invalid_names_are_refused_in_one_line(clusters_folder, capsys, name):
+    """An invalid name is refused with one line."""
     assert main(["status", "--", name]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -224,7 +234,7 @@ def run_alone(*words: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_output_that_cannot_be_written_to(clusters_folder):
-    """Closed, full or without the characters: one line at most, no traceback."""
+    """An output that is closed, full or lacks the characters causes at most one line and no traceback."""
     closed = run_alone("list", preexec_fn=lambda: os.close(1))
     assert (closed.returncode, closed.stderr) == (0, "")
     with open("/dev/full", "w") as full:

@@ -1,4 +1,4 @@
-"""The driver keeps in touch with the workers of its world, and with no others."""
+"""The driver keeps a connection to the workers of its world, and to no others."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from tests.support import driver_thread
 from tests.support.waiting import until
 
 
-def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes after the news of its death: it is read, and then nothing is kept for it and no heartbeat sent to it."""
+def test_a_late_message_of_a_lost_worker_does_not_bring_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver reads a late message of a lost worker, but keeps nothing for the worker and sends no heartbeat."""
     taken: list[ev.Event] = []
     servers: list[Server] = []
 
@@ -36,8 +38,8 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
     monkeypatch.setattr(decisions, "step", step)
     driver = driver_for(settings_for(tmp_path, ""), Dependencies(server=make))
     thread = driver_thread.DriverThread(driver)
-    word = ev.WorkerFormed(WorkerId("a", 0, 1), 1)
-    for name in (str(word.worker), "no worker's name"):
+    message = ev.WorkerFormed(WorkerId("a", 0, 1), 1)
+    for name in (str(message.worker), "no worker's name"):
         one = Client(
             driver._server.address,
             driver._keys.for_clients(),
@@ -46,9 +48,9 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
             lambda _: None,
         )
         one.start()
-        one.send(word)
-        if name == str(word.worker):
-            until(lambda: word in taken)
+        one.send(message)
+        if name == str(message.worker):
+            until(lambda: message in taken)
         one.close()
     assert [(server.heard_at, server._deliveries) for server in servers] == [({}, {})]
     thread.ask(ev.StopRequested("that is all"))

@@ -1,4 +1,4 @@
-"""A whole driver, from its start to its end, without a process, a socket or a second of waiting."""
+"""A whole driver, from its start to its end, without a process, a socket or a real wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.driver.fakes import DriverWithFakes, run_story
 
 @asynccontextmanager
 async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[DriverWithFakes]:
-    """A job on all workers of these hosts, which has made no step yet."""
+    """Start a job on all workers of these hosts; it has made no step yet."""
     async with DriverWithFakes(folder, hosts, **limits) as fakes:
         await fakes.advance_time(2.0)
         fakes.submit()
@@ -25,7 +25,7 @@ async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[Dri
         yield fakes
 
 
-def test_a_life(tmp_path: Path) -> None:
+def test_a_whole_life(tmp_path: Path) -> None:
     """Two hosts start, a world forms, a worker dies and is replaced, the job is stopped, and then the cluster."""
 
     async def story() -> None:
@@ -46,7 +46,7 @@ def test_a_life(tmp_path: Path) -> None:
             assert (fakes.driver.status.step, fakes.driver.cluster.resets) == (
                 11,
                 1,
-            )  # one on the way to where all left for the newcomer
+            )  # one commit before all left for the newcomer
             fakes.driver.post(ev.JobStopRequested("job-1"))
             await fakes.advance_time(1.0)
             assert run.future.done()
@@ -59,7 +59,7 @@ def test_a_life(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
-    """All leave at the commit that they agree on: nothing breaks, and no step is lost."""
+    """A newcomer joins at an agreed commit: no generation breaks, and no step is lost."""
 
     async def story() -> None:
         async with training(tmp_path, "a:2", min=1) as fakes:
@@ -75,8 +75,8 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
     run_story(story)
 
 
-def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path) -> None:
-    """A worker's last word of one job may come when the next has begun: that begins at step 0."""
+def test_late_progress_of_an_earlier_job_is_dropped(tmp_path: Path) -> None:
+    """A late progress message of the earlier job does not change the progress of the next job."""
 
     async def story() -> None:
         async with training(tmp_path, "a:1", min=1) as fakes:
@@ -97,8 +97,8 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
     run_story(story)
 
 
-def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> None:
-    """After `silence`, and not before; the others train on, and when it is heard it is among them again."""
+def test_a_silent_host_is_lost_and_rejoins(tmp_path: Path) -> None:
+    """A host is lost only after `silence`; the others continue, and the host rejoins when it sends messages again."""
 
     async def story() -> None:
         async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as fakes:
@@ -116,8 +116,8 @@ def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> Non
     run_story(story)
 
 
-def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
-    """A host is removed and added again at once: its old agent's end is heard when the order is given and not decided on yet."""
+def test_the_end_of_an_old_agent_does_not_end_the_next(tmp_path: Path) -> None:
+    """If a host is removed and added again, the late end of its old agent does not count against the new agent."""
 
     async def story() -> None:
         async with training(tmp_path, "a:1,b:1", min=1) as fakes:
@@ -125,7 +125,7 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
             receive = old.receive
             old.receive = lambda message: (
                 isinstance(message, agent_messages.StopAgent) or receive(message)
-            )  # it ends, but not at once
+            )  # the agent ends late
             fakes.driver.post(ev.HostRemoved("b", by="a test", now=True))
             await fakes.settle()
             assert "b" not in fakes.driver.cluster.hosts
@@ -139,16 +139,16 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
 
 
 def test_the_controller_ends_last(tmp_path):
-    """If the driver is killed as it ends, the controller, which is still there, removes the run folder with its keys."""
-    there = []
+    """The controller ends after the driver, so that it removes the run folder if the driver is killed meanwhile."""
+    stopped_before_close = []
 
     async def story():
         async with DriverWithFakes(tmp_path, "a:1") as fakes:
             await fakes.advance_time(2.0)
-            chronicle = fakes.driver.event_log
-            close = chronicle.close
-            chronicle.close = lambda: (close(), there.append(fakes.controller_stopped))
+            event_log = fakes.driver.event_log
+            close = event_log.close
+            event_log.close = lambda: (close(), stopped_before_close.append(fakes.controller_stopped))
         assert fakes.controller_stopped
 
     run_story(story)
-    assert there == [False]
+    assert stopped_before_close == [False]

@@ -13,8 +13,8 @@ def texts(log):
     return [record.text for record in log.kept()[0]]
 
 
-def test_the_files_do_not_grow_for_ever(tmp_path, monkeypatch):
-    """A full file takes the place of the one before; the next driver reads both."""
+def test_the_size_of_the_files_is_bounded(tmp_path, monkeypatch):
+    """A full file replaces the older one, and the next driver reads both."""
     monkeypatch.setattr(event_log, "MAX_SIZE", 3000)
     log = EventLog(tmp_path / "events.jsonl")
     for number in range(100):
@@ -30,7 +30,7 @@ def test_the_files_do_not_grow_for_ever(tmp_path, monkeypatch):
 
 
 class SmallDisk:
-    """A file on a disk that has room for so many bytes."""
+    """A file on a disk with room for `room` bytes."""
 
     def __init__(self, file, room):
         self._file, self.room, self.close = file, room, file.close
@@ -46,8 +46,8 @@ class SmallDisk:
         return self._file.tell()
 
 
-def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
-    """Each record is still shown; one more says that the file misses lines; the file is readable again afterwards."""
+def test_a_full_disk_loses_only_lines_of_the_log(tmp_path):
+    """With a full disk each record is still shown, one more reports the loss, and the file stays readable."""
     log = EventLog(tmp_path / "events.jsonl")
     log.record(cmd.Record("test", "before"), 0.0, 0)
     log._file = disk = SmallDisk(log._file, 5)
@@ -56,8 +56,8 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
     disk.room = 10_000
     log.record(cmd.Record("test", "after"), 0.0, 0)
     log.close()
-    said = "lines are missing in the event log: [Errno 28] No space left on device"
-    assert texts(log) == ["before", "lost 0", "lost 1", said, "lost 2", "after"]
+    report = "lines are missing in the event log: [Errno 28] No space left on device"
+    assert texts(log) == ["before", "lost 0", "lost 1", report, "lost 2", "after"]
     again = EventLog(tmp_path / "events.jsonl", append=True)
     assert texts(again) == ["before", "after"]
     again.close()

@@ -1,4 +1,4 @@
-"""Errors in the driver's own code: each is reported, and costs one message or all decisions, but never the training."""
+"""Errors in the driver's own code: each is reported, and ends one message or all decisions, but never the training."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from tests.driver.hostless_cluster import NoHosts
 from tests.support.waiting import until
 
 
-def broken_step(world, event, now):
-    """Fails at one kind of event."""
+def failing_step(world, event, now):
+    """Raise for one kind of event."""
     if isinstance(event, ev.Scaled):
         raise KeyError("b/0#1")
     return step(world, event, now)
 
 
-def break_it(cluster):
-    """Have the driver take an event that its code cannot take."""
+def trigger_fault(cluster):
+    """Send the driver the event for which its code raises."""
     with pytest.raises(nbe.ClusterStoppedError):
         cluster.scale(2, 3)
 
@@ -48,15 +48,15 @@ def kinds(cluster):
     return [event.kind for event in cluster.events]
 
 
-def test_a_fault_in_a_decision_ends_the_deciding(start_hostless, monkeypatch, caplog):
-    """All waiting calls fail; the status, one event and one message with the traceback say what to do; a stop still works."""
-    monkeypatch.setattr(decisions, "step", broken_step)
+def test_a_fault_in_a_decision_ends_all_decisions(start_hostless, monkeypatch, caplog):
+    """After a fault in a decision all calls raise; status, event and log give advice; only a stop works."""
+    monkeypatch.setattr(decisions, "step", failing_step)
     cluster = start_hostless()
     job = cluster.run(print)
     with caplog.at_level(logging.ERROR, logger="nbelastic"):
-        break_it(cluster)
-    said = r"has failed and makes no more decisions \(KeyError: 'b/0#1', at Scaled\): running jobs continue; stop"
-    with pytest.raises(nbe.ClusterStoppedError, match=said):
+        trigger_fault(cluster)
+    error = r"has failed and makes no more decisions \(KeyError: 'b/0#1', at Scaled\): running jobs continue; stop"
+    with pytest.raises(nbe.ClusterStoppedError, match=error):
         job.result(timeout=20)
     for ask in (
         lambda: cluster.run(print),
@@ -64,7 +64,7 @@ def test_a_fault_in_a_decision_ends_the_deciding(start_hostless, monkeypatch, ca
         lambda: cluster.add_host("h"),
         cluster.stop_job,
     ):
-        with pytest.raises(nbe.ClusterStoppedError, match=said):
+        with pytest.raises(nbe.ClusterStoppedError, match=error):
             ask()
     assert "makes no more decisions" in cluster.status().reason
     assert kinds(cluster).count("driver-failed") == 1
@@ -74,21 +74,21 @@ def test_a_fault_in_a_decision_ends_the_deciding(start_hostless, monkeypatch, ca
     assert not cluster._link.run_folder.path.exists()
 
 
-def test_a_button_stops_a_cluster_that_decides_nothing(start_hostless, monkeypatch):
-    """The dashboard's button can end it."""
-    monkeypatch.setattr(decisions, "step", broken_step)
+def test_a_button_stops_a_cluster_after_a_fault(start_hostless, monkeypatch):
+    """The dashboard's button stops a cluster whose driver makes no more decisions."""
+    monkeypatch.setattr(decisions, "step", failing_step)
     cluster = start_hostless()
-    break_it(cluster)
+    trigger_fault(cluster)
     cluster.order({"order": "stop"}, "a page")
     until(lambda: cluster.status().phase == "finished")
 
 
-def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(start_hostless, monkeypatch):
-    """After a fault, `detach` and `attach` are enough: the next driver decides from what it finds."""
+def test_an_attach_replaces_a_faulty_driver(start_hostless, monkeypatch):
+    """After a fault, `detach` and `attach` give a kept cluster a new driver that makes decisions."""
     cluster = start_hostless(keep=True)
     with monkeypatch.context() as fault:
-        fault.setattr(decisions, "step", broken_step)
-        break_it(cluster)
+        fault.setattr(decisions, "step", failing_step)
+        trigger_fault(cluster)
     cluster.detach()
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as again:
         again.scale(2, 3)
@@ -96,7 +96,7 @@ def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(start_hostless, monkeyp
 
 
 def test_the_other_commands_of_a_decision_are_carried_out(start_hostless, monkeypatch):
-    """One command fails: the others, which may abort a broken world, do not wait for a repair."""
+    """After one command of a decision fails, the driver executes the others: they may abort a broken world."""
     done = []
 
     def do(_, command, now):
@@ -112,8 +112,8 @@ def test_the_other_commands_of_a_decision_are_carried_out(start_hostless, monkey
     assert done == [cmd.StartAgent(HostSpec("gpu9", cluster._link.configuration.default_slots))]
 
 
-async def asked_to_leave(fakes):
-    """A world of two trains, one of them has promised to stop for a newcomer, and the other one has not heard the question."""
+async def ask_to_leave(fakes):
+    """Form a world of two: one member has agreed to leave for a newcomer, the other has not received the request."""
     await fakes.advance_time(2.0)
     fakes.submit()
     await fakes.advance_time(2.0)
@@ -126,48 +126,48 @@ async def asked_to_leave(fakes):
     assert fakes.driver.cluster.stage is Stage.ASKED
 
 
-def leaves(fakes):
+def leave_commits(fakes):
     return [message.commit for _, message in fakes.sent if isinstance(message, worker_messages.Leave)]
 
 
 def test_members_that_were_asked_to_leave_stay(tmp_path):
-    """Each has promised to stop at its next commit until it hears more: the faulty driver sends that they stay."""
+    """A faulty driver asks the members that agreed to leave at the next commit to stay."""
 
     async def story():
         async with DriverWithFakes(tmp_path, "a:2") as fakes:
-            await asked_to_leave(fakes)
+            await ask_to_leave(fakes)
             fakes.driver.stop_deciding(ev.Ticked(), KeyError("x"))
-            assert leaves(fakes) == [None, None, worker_messages.Leave.STAY, worker_messages.Leave.STAY]
+            assert leave_commits(fakes) == [None, None, worker_messages.Leave.STAY, worker_messages.Leave.STAY]
 
     run_story(story)
 
 
-@pytest.mark.parametrize("broken", ["note", "send"])
-def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monkeypatch, broken):
-    """The fault comes with the last answer, when the commit is chosen: they hear of it or, if that is what fails, stay."""
+@pytest.mark.parametrize("failing", ["note", "send"])
+def test_members_that_answered_receive_a_decision(tmp_path, monkeypatch, failing):
+    """If the fault comes with the last answer, members learn at which commit they leave or, if that fails, stay."""
 
     async def story():
         async with DriverWithFakes(tmp_path, "a:2") as fakes:
-            await asked_to_leave(fakes)
+            await ask_to_leave(fakes)
             driver, send = fakes.driver, fakes.server.send_to_all
 
             def fail(*event):
-                if broken == "note" or (isinstance(event[-1], worker_messages.Leave) and event[-1].commit == 6):
+                if failing == "note" or (isinstance(event[-1], worker_messages.Leave) and event[-1].commit == 6):
                     raise KeyError("b/0#1")
                 send(*event)
 
-            target, name = (driver.event_log, "note") if broken == "note" else (fakes.server, "send_to_all")
+            target, name = (driver.event_log, "note") if failing == "note" else (fakes.server, "send_to_all")
             monkeypatch.setattr(target, name, fail)
             fakes.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.ask_number))
             await fakes.settle()
             assert driver.internal_errors.decision_failure
-            commit = 6 if broken == "note" else worker_messages.Leave.STAY
-            assert leaves(fakes) == [None, None, commit, commit]
+            commit = 6 if failing == "note" else worker_messages.Leave.STAY
+            assert leave_commits(fakes) == [None, None, commit, commit]
 
     run_story(story)
 
 
-async def with_script(fakes):
+async def submit_script(fakes):
     run = JobRun("script-1", None)
     script = agent_messages.Script("script-1", "train.py")
     fakes.driver.jobs.submit(run, SavedJob("script-1", script=(script, Terms())))
@@ -175,8 +175,8 @@ async def with_script(fakes):
     return run
 
 
-def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, monkeypatch):
-    """The worker group may be wrong, so the driver makes no more decisions about it."""
+def test_a_fault_about_a_script_ends_all_decisions(tmp_path, monkeypatch):
+    """After a fault about a script's worker group the driver makes no more decisions: the group may be wrong."""
     events = []
 
     def broken_advance(group, event, now):
@@ -186,7 +186,7 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
     async def story():
         async with DriverWithFakes(tmp_path, "a:1", min=2, elastic_timeout=5.0) as fakes:
             await fakes.advance_time(1.0)
-            await with_script(fakes)
+            await submit_script(fakes)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
             await fakes.advance_time(6.0)
             assert "makes no more decisions (KeyError: 'round 1', at Ticked)" in fakes.driver.status.reason
@@ -198,7 +198,7 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
 
 
 def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_path, monkeypatch):
-    """The first one fails: the script's end is reported all the same."""
+    """After the first command fails, the driver still reports the script's end."""
 
     def broken_advance(group, event, now):
         group, commands = advance(group, event, now)
@@ -206,7 +206,7 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
 
     async def story():
         async with DriverWithFakes(tmp_path, "", min=1) as fakes:
-            run = await with_script(fakes)
+            run = await submit_script(fakes)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
             fakes.driver.post(ev.JobStopRequested("script-1"))
             await fakes.settle()
@@ -216,8 +216,8 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
     run_story(story)
 
 
-def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
-    """A request, a message and a callback: the request fails, each other error is an event, and decisions go on."""
+def test_a_fault_outside_decisions_fails_one_thing(tmp_path, caplog):
+    """An error in a request, a message or a callback fails only that one, and decisions continue."""
 
     def fail(*_):
         raise LookupError("nobody")
@@ -246,8 +246,8 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2
 
 
-def test_a_cluster_that_cannot_be_saved_goes_on(start_hostless, monkeypatch):
-    """An error while the driver snapshot is written is reported, and costs nothing else."""
+def test_a_cluster_that_cannot_be_saved_continues(start_hostless, monkeypatch):
+    """An error while the driver snapshot is written is reported, and the cluster continues."""
     cluster = start_hostless(keep=True)
     with monkeypatch.context() as fault:
         fault.setattr(SnapshotWriter, "save", lambda notes: {}["keys"])
@@ -257,16 +257,16 @@ def test_a_cluster_that_cannot_be_saved_goes_on(start_hostless, monkeypatch):
     assert text == "the cluster cannot be saved for another driver: KeyError: 'keys'"
 
 
-def test_who_gives_up_waiting_is_forgotten(tmp_path):
-    """Later events do not evaluate their predicates any more."""
+def test_a_cancelled_request_is_forgotten(tmp_path):
+    """The driver does not evaluate the condition of a cancelled request again."""
     asked = []
 
     async def story():
         async with DriverWithFakes(tmp_path, "a:1") as fakes:
-            given_up, waiting = Future(), Future()
-            fakes.driver._pending.resolve(given_up, lambda _: asked.append("given up"))
+            cancelled, waiting = Future(), Future()
+            fakes.driver._pending.resolve(cancelled, lambda _: asked.append("cancelled"))
             fakes.driver._pending.resolve(waiting, lambda _: asked.append("waiting"))
-            given_up.cancel()
+            cancelled.cancel()
             await fakes.settle()
             asked.clear()
             fakes.driver.post(ev.Scaled(2, 3))
@@ -278,17 +278,17 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
 
 
 def test_a_background_task_that_fails_is_started_again(monkeypatch):
-    """After a pause that doubles up to 30 s, and begins anew after a long life; each failure is reported."""
+    """A failed task restarts after a pause that doubles up to 30 s, and is reset by a long run."""
     pauses, reports, now = [], [], [0.0]
-    lives = iter([0.0] * 10 + [31.0, 0.0])
+    run_times = iter([0.0] * 10 + [31.0, 0.0])
 
     async def pause(seconds):
         pauses.append(seconds)
 
     async def run():
-        life = next(lives, None)
-        if life is not None:
-            now[0] += life
+        run_time = next(run_times, None)
+        if run_time is not None:
+            now[0] += run_time
             raise ValueError("no")
 
     monkeypatch.setattr(fault_handling, "asyncio", SimpleNamespace(sleep=pause))

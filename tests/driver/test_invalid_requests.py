@@ -1,4 +1,4 @@
-"""Requests and texts that are unusual or invalid: each costs at most its own call."""
+"""Unusual or invalid requests and texts: each fails at most its own call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.driver.raw_client import in_driver
 from tests.support.waiting import until
 
 
-def test_what_cannot_be_text_is_told_all_the_same(start_hostless):
-    """A file name that is no Unicode, in a reason: it is shown as far as it can be, and later news come as well."""
+def test_a_text_that_is_not_unicode_is_shown(start_hostless):
+    """A file name that is not Unicode is shown with a replacement character, and later updates arrive."""
     cluster = start_hostless()
     in_driver(cluster, lambda driver: driver.record(cmd.Record("noted", "no file 'a\udcffb'")))
     until(lambda: "no file 'a?b'" in [event.text for event in cluster.events])
@@ -24,7 +24,7 @@ def test_what_cannot_be_text_is_told_all_the_same(start_hostless):
 
 
 def test_numbers_of_other_libraries_are_numbers(start_hostless):
-    """And what cannot be sent is refused in one line."""
+    """numpy's numbers are accepted; a value that cannot be sent is refused in one line."""
     cluster = start_hostless(min=np.int64(3), silence=np.float32(8))
     assert cluster.status().min == 3
     cluster.scale(np.int32(2))
@@ -35,8 +35,8 @@ def test_numbers_of_other_libraries_are_numbers(start_hostless):
         cluster.scale(max=object())
 
 
-def test_an_answer_that_cannot_be_understood_ends_the_connection(start_hostless, monkeypatch, caplog):
-    """A fault in the client's own code: who waits is told, and nobody waits for ever."""
+def test_an_invalid_answer_ends_the_connection(start_hostless, monkeypatch, caplog):
+    """After an invalid answer every waiting call raises, so that none waits without end."""
     cluster = start_hostless()
     monkeypatch.setitem(r.ANSWERS, r.Scale, list[int])
     with pytest.raises(nbe.ClusterStoppedError, match="the connection to its driver failed"):
@@ -51,7 +51,7 @@ def test_an_answer_that_cannot_be_understood_ends_the_connection(start_hostless,
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         lambda cluster: cluster.scale(max="3"),
         lambda cluster: cluster.wait("2"),
@@ -60,24 +60,25 @@ def test_an_answer_that_cannot_be_understood_ends_the_connection(start_hostless,
         lambda cluster: cluster.execute("1", setup=True, key=5),
     ],
 )
-def test_a_wrong_kind_of_argument_costs_its_own_call(start_hostless, ask):
-    """It is refused in one line, and the cluster is as before."""
+def test_an_argument_of_a_wrong_type_is_refused(start_hostless, call):
+    """An argument of a wrong type is refused in one line, and the cluster is unchanged."""
     cluster = start_hostless()
     with pytest.raises(nbe.UsageError, match="the request is invalid: Expected"):
-        ask(cluster)
+        call(cluster)
     cluster.scale(2, 3)
     assert cluster.status().min == 2
 
 
-def test_a_number_that_is_no_integer_of_64_bits_keeps_nobody_from_being_told(start_hostless):
-    """A total that somebody has reported: it is none, and updates go on."""
+def test_a_total_of_more_than_64_bits_is_ignored(start_hostless):
+    """A reported total that exceeds 64 bits is ignored, and updates continue."""
     cluster = start_hostless()
     in_driver(cluster, lambda driver: driver.telemetry.add_report({"total": 1e30, "loss": 0.5}))
     cluster.scale(2, 3)
     assert (cluster.status().total, cluster.status().report) == (None, {"loss": 0.5})
 
 
-def test_a_request_that_is_too_long_costs_its_own_call(start_hostless):
+def test_a_request_that_is_too_long_is_refused(start_hostless):
+    """A request beyond the size limit is refused, and the cluster is unchanged."""
     cluster = start_hostless()
     with pytest.raises(nbe.UsageError, match=r"it has \d+ bytes, and the limit is 16777216"):
         cluster.restart("x" * (u.LONGEST + 1))

@@ -1,4 +1,4 @@
-"""What a job keeps of its output: whole lines, and those that are not finished yet."""
+"""What a job keeps of its output: finished and unfinished lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbelastic.protocol.messages import WorkerOutput
 ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
 
 
-def told(run, *texts, worker=ONE, stream="out", rank=None, end=0):
+def add_output(run, *texts, worker=ONE, stream="out", rank=None, end=0):
     for text in texts:
         end += len(text)
         run.add_output(WorkerOutput(worker, stream, text, end, "job-1", rank))
@@ -24,21 +24,21 @@ def unfinished(run, worker=None):
     return [(str(w), line.stream, line.text) for w, line in run.output.unfinished_lines(worker)]
 
 
-def test_a_line_without_an_end_is_there():
-    """While it grows, and when the job has ended without a last newline; with its end it is a line as any other."""
+def test_an_unfinished_line_is_kept():
+    """An unfinished line is kept as it grows and after the job; with its newline it becomes a finished line."""
     run = JobRun("job-1", None)
-    end = told(run, "a line\nan", "other")
+    end = add_output(run, "a line\nan", "other")
     assert (lines(run), unfinished(run)) == (["a line"], [("a/0#1", "out", "another")])
-    end = told(run, " one\n", end=end)
+    end = add_output(run, " one\n", end=end)
     assert (lines(run), unfinished(run)) == (["a line", "another one"], [])
-    told(run, "the last words", end=end)
-    told(run, "of the other", worker=TWO, stream="err")
+    add_output(run, "the last words", end=end)
+    add_output(run, "of the other", worker=TWO, stream="err")
     assert unfinished(run) == [("a/0#1", "out", "the last words"), ("a/1#1", "err", "of the other")]
     assert unfinished(run, "a/1#1") == [("a/1#1", "err", "of the other")]
 
 
 def test_a_progress_bar_is_one_line():
-    """Its newest frame replaces those before it, however the text was cut on its way; at its end it is one line."""
+    """The newest frame of a progress bar replaces the earlier ones, however its text is split: the bar is one line."""
     run = JobRun("job-1", None)
     end = 0
     for text, shown in [
@@ -48,29 +48,29 @@ def test_a_progress_bar_is_one_line():
         ("\r", " 50%|##   |"),
         ("100%|#####|   ", "100%|#####|"),
     ]:
-        end = told(run, text, end=end)
+        end = add_output(run, text, end=end)
         assert unfinished(run) == [("a/0#1", "out", shown)]
-    end = told(run, "\r\r\n\x1b[2K\r\x1b[31mred\x1b[0m\r\n", end=end)
+    end = add_output(run, "\r\r\n\x1b[2K\r\x1b[31mred\x1b[0m\r\n", end=end)
     assert lines(run) == ["100%|#####|", "\x1b[31mred\x1b[0m"]
-    told(run, "\r 1%\r    \rgone, and this is there\n", end=end)
+    add_output(run, "\r 1%\r    \rgone, and this is there\n", end=end)
     assert lines(run)[-1] == "gone, and this is there"
     assert not any("\r" in line for line in lines(run))
 
 
 def test_a_long_run_of_frames_needs_no_more_memory_than_one():
-    """A bar that is never finished is kept as its last frame."""
+    """A progress bar that never ends is kept as its last frame."""
     run = JobRun("job-1", None)
     end = 0
     for i in range(5000):
-        end = told(run, f"\r{i}" + "#" * 100, end=end)
+        end = add_output(run, f"\r{i}" + "#" * 100, end=end)
     assert [len(line.text) for _, line in run.output.unfinished_lines()] == [104]
     assert unfinished(run)[0][2].startswith("4999#")
 
 
-def test_a_line_keeps_the_rank_of_its_time():
-    """After a change of the world the worker has another rank; what it printed before does not change its label."""
+def test_a_line_keeps_the_rank_that_printed_it():
+    """A line keeps the rank that its worker had when it was printed."""
     run = JobRun("job-1", None)
-    end = told(run, "one\n", rank=2)
-    told(run, "two\nthree", rank=1, end=end)
+    end = add_output(run, "one\n", rank=2)
+    add_output(run, "two\nthree", rank=1, end=end)
     assert [(line.text, line.rank) for _, line in run.output.since(0)] == [("one", 2), ("two", 1)]
     assert run.output.unfinished_lines()[0][1].rank == 1

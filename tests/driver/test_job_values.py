@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 @pytest.mark.parametrize("where", ["message", "file"])
 def test_a_result_outlives_its_cluster(start_hostless, where):
-    """All clients have it, in a file or not, also when the cluster is stopped at that moment and its folder removed."""
+    """All clients get a result, in a message or in a file, although the cluster is stopped at once."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
@@ -28,8 +28,8 @@ def test_a_result_outlives_its_cluster(start_hostless, where):
         assert job.result(timeout=10) == other.job.result(timeout=10) == [{"loss": 0.5}]
 
 
-def test_a_file_that_is_gone_is_an_error_of_the_job(start_hostless):
-    """And not one of the thread that reads."""
+def test_a_missing_file_of_results_fails_the_job(start_hostless):
+    """A missing file of results fails the job, not the thread that reads it."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
     end_job(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._link.run_folder.path / "nowhere"))))
@@ -39,8 +39,8 @@ def test_a_file_that_is_gone_is_an_error_of_the_job(start_hostless):
     assert cluster.status().min == 2
 
 
-def test_the_error_of_a_job_is_whole(start_hostless):
-    """With its rank, its worker and the remote traceback; every client has one of its own."""
+def test_the_error_of_a_job_is_complete(start_hostless):
+    """A job's error has its rank, worker and remote traceback, and each client gets one."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
@@ -52,14 +52,14 @@ def test_the_error_of_a_job_is_whole(start_hostless):
             assert (error.rank, error.worker, error.remote_traceback) == (0, "a/0#1", "the remote traceback")
 
 
-def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(start_hostless):
-    """A kernel that is stopped, while others run jobs: the driver keeps the last one alone, and says so of the others."""
+def test_a_client_that_missed_the_end_of_jobs_gets_an_error(start_hostless):
+    """A kernel that was stopped while several jobs ended gets an error for all but the last: the driver forgot them."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
-    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
-    before = there()
+    greeted = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
+    before = greeted()
     with nbe.Cluster.attach("quiet") as other:
-        (late,) = there() - before
+        (late,) = greeted() - before
         first = other.job
         in_driver(cluster, lambda _: late.pause_writing())
         for _ in range(3):
@@ -73,19 +73,20 @@ def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(start_h
         other.detach()
 
 
-def test_values_stay_until_everybody_has_them(start_hostless):
-    """A kernel that is stopped while others run the next jobs finds the file of the one that it was told of."""
+def test_values_stay_until_all_clients_have_them(start_hostless):
+    """A file of values stays until each client that knows of it has read it."""
     cluster = start_hostless()
-    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
-    before = there()
+    greeted = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
+    before = greeted()
     with nbe.Cluster.attach("quiet") as other:
-        (slow,) = there() - before
+        (slow,) = greeted() - before
         folder = cluster._link.run_folder.path / "results"
         for number in range(1, 5):
             job = cluster.run(os.getpid)
             if number == 2:
-                told = lambda _: slow._jobs.get("job-1", (0, 0, False))[2] and not slow.unmapped_jobs
-                until(lambda: in_driver(cluster, told))  # it has said that it has it, and is to be as if it had not
+                has_value = lambda _: slow._jobs.get("job-1", (0, 0, False))[2] and not slow.unmapped_jobs
+                until(lambda: in_driver(cluster, has_value))
+                # The client has reported that it has the value: pretend that it has not.
                 in_driver(cluster, lambda _: setattr(slow, "unmapped_jobs", {"job-1"}))
             end_job(cluster, job, Outcome(value=blob(number, folder / job.name / "value")))
             assert job.result(timeout=10) == [number]
@@ -94,8 +95,8 @@ def test_values_stay_until_everybody_has_them(start_hostless):
     until(lambda: sorted(path.name for path in folder.iterdir()) == ["job-3", "job-4"])
 
 
-def test_what_a_dead_driver_has_left_of_old_jobs_is_removed(start_hostless):
-    """Results of jobs that the next driver does not know."""
+def test_results_of_unknown_jobs_are_removed(start_hostless):
+    """The next driver removes results of jobs that it does not know."""
     cluster = start_hostless(keep=True)
     folder = cluster._link.run_folder.path / "results"
     for name in ("job-1", "job-2"):

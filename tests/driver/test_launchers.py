@@ -1,4 +1,4 @@
-"""An agent's process, as the driver holds it."""
+"""An agent's process, as the driver starts and watches it."""
 
 import asyncio
 import os
@@ -15,23 +15,23 @@ from nbelastic.provision.launchers import ProcessAgent
 from tests.driver.fakes import DriverWithFakes, run_story
 
 
-def gone_at_once(*args, **kwargs):
-    """A process that has ended before anything is said to it, and waits to be noticed."""
+def ended_process(*args, **kwargs):
+    """Start a process and wait until it has ended, without reaping it."""
     process = Popen(*args, **kwargs)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process
 
 
 @pytest.mark.parametrize("size", [1, 200_000])
-def test_one_that_ends_before_it_has_been_told_anything(tmp_path, monkeypatch, size):
-    """As ssh does where a connection is refused: its end is noticed, once, with what it said; it can still be killed."""
-    monkeypatch.setattr(launchers, "Popen", gone_at_once)
+def test_a_process_that_ends_before_it_reads_is_reported(tmp_path, monkeypatch, size):
+    """The end of a process that reads no configuration is reported once, with its output; a kill has no effect."""
+    monkeypatch.setattr(launchers, "Popen", ended_process)
 
     async def story():
         ends = asyncio.Queue()
         command = ["sh", "-c", "echo refused; exit 255"]
-        agent = ProcessAgent(command, tmp_path / "log", lambda code, said: f"{code}: {said}", ends.put_nowait)
-        agent.start({"host": "h1" * size})  # more than a pipe takes: nobody reads it
+        agent = ProcessAgent(command, tmp_path / "log", lambda code, output: f"{code}: {output}", ends.put_nowait)
+        agent.start({"host": "h1" * size})  # the second size exceeds a pipe's buffer, and no process reads it
         assert await asyncio.wait_for(ends.get(), 10) == "255: refused\n"
         agent.kill()
         assert ends.empty()
@@ -40,18 +40,18 @@ def test_one_that_ends_before_it_has_been_told_anything(tmp_path, monkeypatch, s
 
 
 def test_an_agent_can_read_its_configuration_from_its_start_on(tmp_path, monkeypatch):
-    """A driver that is killed at any moment leaves no agent that waits for it."""
+    """A new agent finds its configuration in its input, so it never waits for a driver that was killed."""
     readable = []
 
-    def begun(*args, stdin, **kwargs):
+    def started(*args, stdin, **kwargs):
         readable.extend(select.select([stdin], [], [], 0)[0])
         return Popen(*args, stdin=stdin, **kwargs)
 
-    monkeypatch.setattr(launchers, "Popen", begun)
+    monkeypatch.setattr(launchers, "Popen", started)
 
     async def story():
         ends = asyncio.Queue()
-        agent = ProcessAgent(["head", "-n", "1"], tmp_path / "log", lambda code, said: said, ends.put_nowait)
+        agent = ProcessAgent(["head", "-n", "1"], tmp_path / "log", lambda code, output: output, ends.put_nowait)
         agent.start({"host": "h1"})
         assert await asyncio.wait_for(ends.get(), 10) == '{"host": "h1"}\n'
 
@@ -59,30 +59,30 @@ def test_an_agent_can_read_its_configuration_from_its_start_on(tmp_path, monkeyp
     assert readable
 
 
-async def broken(spec, *_):
+async def failing(spec, *_):
     raise ValueError(f"{spec.name} is odd")
 
 
-class Nowhere(DriverWithFakes):
-    """No host can be found."""
+class DriverWithoutHosts(DriverWithFakes):
+    """A driver that can locate no host."""
 
     async def locate(self, spec, launcher):
-        return await broken(spec)
+        return await failing(spec)
 
 
 def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
-    """Whatever the launch raised: the host does not stay "starting" without a word."""
+    """Any error of a launch makes the host lost with that reason: it does not stay "starting"."""
 
     async def story():
-        async with Nowhere(tmp_path, "gpu9") as fakes:
+        async with DriverWithoutHosts(tmp_path, "gpu9") as fakes:
             with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
                 has_ready_workers(fakes.driver.cluster, 1)
 
     run_story(story)
 
 
-def test_a_connection_file_that_cannot_be_made_says_so(start_hostless, monkeypatch):
-    """Whatever was raised on the way is the caller's error, and nobody waits for ever."""
-    monkeypatch.setattr(connection_files, "driver_address_towards", broken)
+def test_an_error_while_a_connection_file_is_made_is_raised(start_hostless, monkeypatch):
+    """Any error while a connection file is made is raised by the call."""
+    monkeypatch.setattr(connection_files, "driver_address_towards", failing)
     with pytest.raises(nbe.HostError, match="the connection file cannot be made: gpu9 is odd"):
         start_hostless().connection_file("gpu9")

@@ -5,7 +5,7 @@ from nbelastic.protocol.events import StallDetected, StallResolved
 
 
 def test_a_world_that_commits_has_no_stall():
-    """No event as long as commits are made."""
+    """No stall is posted as long as the world commits."""
     detector = StallDetector()
     for second in range(100):
         detector.note_commits(1, second, float(second))
@@ -13,7 +13,7 @@ def test_a_world_that_commits_has_no_stall():
 
 
 def test_a_stall_is_posted_again_and_its_end_once():
-    """Every second while it lasts, with its length; then its end, once."""
+    """A stall is posted each second with its length, and its end once."""
     detector = StallDetector()
     detector.note_commits(3, 10, 100.0)
     assert detector.check(3, 5.0, 104.9) is None
@@ -26,7 +26,7 @@ def test_a_stall_is_posted_again_and_its_end_once():
 
 
 def test_a_world_that_never_commits_stalls_too():
-    """Its time counts from the first check."""
+    """The stall of a world without a commit is counted from the first check."""
     detector = StallDetector()
     assert detector.check(7, 5.0, 50.0) is None
     assert detector.check(7, 5.0, 56.0) == StallDetected(7, 6.0)
@@ -52,7 +52,7 @@ def test_rare_commits_are_not_a_stall():
 
 
 def test_late_reports_change_nothing():
-    """A commit that was reported before, or of a generation that is over."""
+    """A late report of an earlier commit or generation does not end a stall."""
     detector = StallDetector()
     detector.note_commits(2, 9, 10.0)
     detector.note_commits(2, 9, 20.0)

@@ -1,4 +1,4 @@
-"""What the driver keeps stays bounded, however long it runs and however often workers die."""
+"""The driver's memory stays bounded, however long the driver runs and however often workers die."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.support import driver_thread
 from tests.support.waiting import until
 
 
-def said(worker, text, end=None):
+def output_of(worker, text, end=None):
     return messages.WorkerOutput(wid(worker), "out", text, len(text) if end is None else end)
 
 
-def test_lines_of_workers_that_died_make_room(monkeypatch):
-    """A crash loop: the lines of the oldest processes go first, those of who still prints stay."""
+def test_lines_of_lost_workers_are_dropped_first(monkeypatch):
+    """In a crash loop the lines of the oldest processes are dropped first; those of a worker that still prints stay."""
     monkeypatch.setattr(output_buffer, "MOST", 100)
     run = JobRun("job", None)
     position = 0
     for incarnation in range(1, 50):
-        run.add_output(said(f"a/0#{incarnation}", "line\n" * 10))
+        run.add_output(output_of(f"a/0#{incarnation}", "line\n" * 10))
         position += len("alive\n")
-        run.add_output(said("b/0#1", "alive\n", position))
+        run.add_output(output_of("b/0#1", "alive\n", position))
     kept = {str(w): len(lines) for w, lines in run.output.lines.items()}
     assert sum(kept.values()) == run.output._kept <= 100
     assert kept["b/0#1"] == 49
@@ -38,8 +38,8 @@ def test_lines_of_workers_that_died_make_room(monkeypatch):
     assert [line.text for _, line in run.output.since(0, "b/0#1")] == ["alive"] * 49
 
 
-def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
-    """Newcomers that fail, one after the other: the last ones are kept, and the values of who succeeded."""
+def test_only_the_last_outcomes_of_failed_programs_are_kept(monkeypatch):
+    """Of many failed newcomers only the last outcomes are kept, with the values of workers that succeeded."""
     monkeypatch.setattr(job_run, "KEPT_ERRORS", 3)
     run = JobRun("job", None)
     run.add_outcome(wid("b/0#1"), Outcome(value=messages.Blob(2, b"42")))
@@ -52,7 +52,7 @@ def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
 
 
 def test_jobs_that_are_over_are_forgotten(start_hostless):
-    """But for the last one, and for those that the notebook still holds. Names go on."""
+    """An ended job is forgotten unless it is the last one or the notebook holds it; its name is not used again."""
     cluster = start_hostless()
     names, runs = [], []
     for _ in range(5):
@@ -69,16 +69,16 @@ def test_jobs_that_are_over_are_forgotten(start_hostless):
     assert [(copy() is None, run() is None) for copy, run in runs] == [(True, True)] * 3 + [(False, False)] * 2
 
 
-def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():
-    """Nobody would remove it again."""
+def test_a_sample_of_a_lost_worker_is_dropped():
+    """A sample of a lost worker is dropped, because no later event would remove it."""
     telemetry = Telemetry()
     sample = agent_messages.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
     telemetry.add_sample(sample, {wid("a/0#2")}, 1.0)
     assert telemetry.worker_samples == {"a/0#2": (3.0, 4)}
 
 
-def test_orders_without_an_id_are_told_apart(start_hostless):
-    """However many records there are: what becomes of one is not shown as another's."""
+def test_requests_without_an_id_get_different_ids(start_hostless):
+    """Two requests without an id get different ids, so that the outcome of one is not shown for the other."""
     cluster = start_hostless()
     for most in (3, 4):
         cluster.order({"order": "scale", "max": most}, "a page")

@@ -1,4 +1,4 @@
-"""A cluster's name, its run folder and its lock: taken, given up, taken again."""
+"""A cluster's name, its run folder and its lock: taken, released, taken again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def until_finished(cluster):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_cluster_that_others_have_stopped_can_be_started_again(start_hostless, keep):
-    """After a stop by the dashboard: keys and name are given up at once, and `start()` does what the error says."""
+    """After the dashboard stopped a cluster, its name and keys are released, and `start()` works again."""
     cluster = start_hostless(keep=keep)
     run_folder = cluster._link.run_folder
     cluster.request_stop("the dashboard")
@@ -40,7 +40,7 @@ def test_a_cluster_that_others_have_stopped_can_be_started_again(start_hostless,
 
 
 def test_the_name_of_a_stopped_cluster_is_free(start_hostless):
-    """Another cluster takes it at once; stopping the old one again does the new one no harm."""
+    """A new cluster may take the name of a stopped one, and another stop of the old one does not affect it."""
     old = start_hostless("digits")
     old.request_stop()
     until_finished(old)
@@ -51,8 +51,8 @@ def test_the_name_of_a_stopped_cluster_is_free(start_hostless):
     assert new._link.run_folder.path.exists()
 
 
-def forked():
-    """A child process of this one, which knows what this one knew."""
+def fork_child():
+    """Fork this process; return the child's pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -63,9 +63,9 @@ def forked():
 
 
 def test_a_forked_child_does_not_keep_a_detached_cluster(start_hostless):
-    """`multiprocessing` has forked the kernel: a cluster that it detaches from can be attached to."""
+    """A client can attach to a cluster although a fork_child child of the kernel still runs."""
     cluster = start_hostless(keep=True)
-    child = forked()
+    child = fork_child()
     try:
         cluster.detach()
         with nbe.Cluster.attach("quiet", discovery=NoHosts()) as again:
@@ -88,7 +88,7 @@ signal.pause()
 
 
 def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(clusters_folder):
-    """The lock ends with the process that took it."""
+    """The lock is released with the process that took it, although a fork_child child still runs."""
     kernel = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
     child = int(kernel.stdout.readline())
     try:
@@ -105,15 +105,15 @@ def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(clusters
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "digits.lock", "x" * 101])
-def test_names_that_cannot_be(clusters_folder, name):
-    """A name that could not be a file's, or would be the lock of another cluster, is refused in one line."""
+def test_invalid_names_are_refused(clusters_folder, name):
+    """A name that cannot be a file's, or would be the lock of another cluster, is refused."""
     with pytest.raises(nbe.UsageError, match="is not a valid name for a cluster: use up to 100 letters"):
         RunFolder(name)
 
 
 @pytest.mark.parametrize("name", ["logs", "run-1", "new-1", "runs"])
-def test_a_name_harms_nothing_else(start_hostless, clusters_folder, name):
-    """Logs of other clusters, and folders of running processes, lie beside the run folders and not among them."""
+def test_a_name_affects_no_other_folder(start_hostless, clusters_folder, name):
+    """No name of a cluster affects the logs of other clusters or the folders of running processes."""
     logs = user_folder() / "logs" / "another-cluster"
     logs.mkdir(parents=True)
     cluster = start_hostless(name)
@@ -125,7 +125,7 @@ def test_a_name_harms_nothing_else(start_hostless, clusters_folder, name):
 
 
 def test_clusters_of_two_machines_share_a_name_and_a_home(start_hostless, clusters_folder, tmp_path, monkeypatch):
-    """Each has its own folder for batch jobs in the shared home, removes only that, and keeps it over an attach."""
+    """Clusters of two machines with one home have separate folders for batch jobs, which an attach keeps."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     numbers = ["00000001", "00000002"]
     monkeypatch.setattr(secrets, "token_hex", lambda _, left=iter(numbers): next(left))

@@ -1,4 +1,4 @@
-"""A driver that dies, and the next one: what becomes of those who are connected. The drivers run in threads."""
+"""A driver dies, and its cluster's clients get the next driver. The drivers run in threads."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ THREADS = ("driver", "nbelastic-connection", "nbelastic-discovery-poller")
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    """No thread of one test, which would find the next test's folder, lives on."""
+def no_thread_is_left():
+    """Wait until the threads of a test have ended: a later test's folder would have their names."""
     yield
     until(lambda: not [thread for thread in threading.enumerate() if thread.name in THREADS])
     gc.collect()
 
 
-def die(cluster) -> None:
-    """Its driver is killed, and another one has taken over for those who are connected."""
+def kill_and_replace_driver(cluster) -> None:
+    """Kill the cluster's driver, and wait until the next one has taken over."""
     dead = cluster._link.connection
     driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster._link.connection is not dead)
 
 
-def held_up(monkeypatch) -> tuple[threading.Event, threading.Event]:
-    """The next drivers are not there before somebody sets the second event; the first tells that one is about to start."""
+def delay_next_driver(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Delay the next drivers: return an event that is set when one is about to start, and one that lets it start."""
     started, go_on = threading.Event(), threading.Event()
     launch = driver_link.start_driver_process
 
@@ -61,12 +61,12 @@ def held_up(monkeypatch) -> tuple[threading.Event, threading.Event]:
     return started, go_on
 
 
-def test_the_next_driver_goes_on_where_the_last_one_was(start_hostless):
-    """Of a kept cluster whose driver dies: the same `Cluster` and `Job`; bounds, setup cells and results are as they were."""
+def test_the_next_driver_continues_the_job(start_hostless):
+    """With the next driver `Cluster` and `Job` stay the same objects, with the same bounds and results."""
     cluster = start_hostless(keep=True)
     cluster.scale(2, 9)
     job = cluster.run(os.getpid)
-    die(cluster)
+    kill_and_replace_driver(cluster)
     assert (cluster.status().min, cluster.status().max) == (2, 9)
     assert cluster.job is job
     assert job.status == "running"
@@ -75,8 +75,8 @@ def test_the_next_driver_goes_on_where_the_last_one_was(start_hostless):
     assert not job._driver.finished.is_set()
 
 
-def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(start_hostless):
-    """The dead one's kernel pauses, and somebody stops what is left of it and starts another one."""
+def test_another_cluster_of_the_same_name_is_not_taken_over(start_hostless):
+    """A kernel that paused does not connect to another cluster that has taken the name meanwhile."""
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     go_on = threading.Event()
@@ -94,7 +94,7 @@ def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(start_hostles
 
 
 def test_the_next_driver_has_the_newest_discovery(start_hostless, tmp_path):
-    """Not that of the kernel which happens to start it; and objects of another kernel's are not made up."""
+    """The next driver uses the newest script; an object of another kernel it only names."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
@@ -102,19 +102,19 @@ def test_the_next_driver_has_the_newest_discovery(start_hostless, tmp_path):
     script.with_name("e.sh").write_bytes(script.read_bytes())
     script.with_name("e.sh").chmod(0o755)
     nbe.Cluster.attach("quiet", discovery=str(script.with_name("e.sh"))).detach()
-    die(cluster)
+    kill_and_replace_driver(cluster)
     assert cluster._link.connection.arguments["discovery"].endswith("e.sh")
     cluster.stop()
     own = start_hostless("own", keep=True)
     with nbe.Cluster.attach("own") as other:
         own.detach()
-        die(other)
+        kill_and_replace_driver(other)
         assert other._link.connection.arguments["own discovery"]
         assert other.hosts == ()
 
 
 def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(start_hostless, monkeypatch):
-    """As soon as it has greeted: neither the cluster nor its job is lost."""
+    """If the next driver dies just after its greeting, another one continues the cluster and its job."""
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     use, died = Connection.use, []
@@ -135,8 +135,8 @@ def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(start_hostless
     assert job.result(timeout=10) == [1]
 
 
-def test_what_goes_wrong_at_a_replacement_ends_the_connection(start_hostless, monkeypatch):
-    """Whatever it is: nobody waits for ever."""
+def test_an_error_at_a_replacement_ends_the_connection(start_hostless, monkeypatch):
+    """After any error at a replacement every waiting call raises, so that none waits without end."""
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     with monkeypatch.context() as broken:
@@ -148,11 +148,11 @@ def test_what_goes_wrong_at_a_replacement_ends_the_connection(start_hostless, mo
         assert again.job.status == "running"
 
 
-def test_who_detaches_while_a_driver_is_replaced_is_detached(start_hostless, monkeypatch):
-    """Nobody is connected any more, or the lease would never run."""
+def test_a_detach_during_a_replacement_is_final(start_hostless, monkeypatch):
+    """A kernel that detaches during a replacement does not connect to the next driver, whose lease then runs."""
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
-    started, go_on = held_up(monkeypatch)
+    started, go_on = delay_next_driver(monkeypatch)
     driver_thread.kill_driver(cluster._link.run_folder, 0)
     assert started.wait(10)
     detaching = threading.Thread(target=cluster.detach)
@@ -165,8 +165,8 @@ def test_who_detaches_while_a_driver_is_replaced_is_detached(start_hostless, mon
     nbe.Cluster.attach("quiet").stop()
 
 
-def test_lines_of_the_last_driver_are_not_told_again():
-    """Numbers go on, though the next driver may know fewer of the lines, and some that the last one has not told."""
+def test_lines_of_the_last_driver_are_not_shown_again():
+    """Line numbers continue and no line is shown twice, although the next driver knows fewer or other lines."""
     copy = JobCopy("job-1")
     w = wid("a/0#1")
 
@@ -187,30 +187,30 @@ def test_lines_of_the_last_driver_are_not_told_again():
     assert [line.text for _, line in copy.output.since(6)] == ["g"]
 
 
-def test_a_discovery_that_was_attached_with_is_the_next_driver_s(start_hostless, tmp_path):
-    """An object is written down as one; and one that somebody has replaced since does not come back with the next driver."""
+def test_the_next_driver_uses_an_attached_discovery(start_hostless, tmp_path):
+    """The next driver uses a discovery object of an attached kernel, unless a client has replaced it since."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
     cluster = start_hostless(keep=True, discovery=str(script))
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
         assert other._link.poller is not None
-        die(cluster)
+        kill_and_replace_driver(cluster)
         assert cluster._link.connection.arguments["own discovery"]
         until(
             lambda: other._link.connection.number == cluster._link.connection.number and other._link.poller is not None
         )
         nbe.Cluster.attach("quiet", discovery=str(script)).detach()
-        die(cluster)
+        kill_and_replace_driver(cluster)
         until(lambda: not other._link.connection.died and "discovery" in other._link.connection.arguments)
         until(lambda: not other._link.poller._thread.is_alive())
 
 
-def test_an_order_to_stop_reaches_the_next_driver(start_hostless, monkeypatch):
-    """Of the cluster, or of its job: it was given just as the driver had died."""
+def test_a_stop_request_reaches_the_next_driver(start_hostless, monkeypatch):
+    """A request to stop the job or the cluster that follows the driver's death reaches the next driver."""
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
-    started, go_on = held_up(monkeypatch)
+    started, go_on = delay_next_driver(monkeypatch)
     driver_thread.kill_driver(cluster._link.run_folder, 0)
     assert started.wait(10)
     with pytest.raises(nbe.DriverLostError, match="try again"):
@@ -231,12 +231,12 @@ def test_an_order_to_stop_reaches_the_next_driver(start_hostless, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_notebook_attaches_again_to_what_lives_on(start_hostless, keep):
-    """Its own cluster's drivers have died too often: %elastic_attach does not stop it first, nor does %elastic_start a kept one."""
+def test_a_notebook_attaches_again_to_a_cluster_without_a_driver(start_hostless, keep):
+    """After too many driver deaths %elastic_attach keeps the cluster, and %elastic_start too if it is a kept one."""
     cluster = start_hostless(keep=keep)
     job = cluster.run(os.getpid)
     for _ in range(MAX_LOSSES):
-        die(cluster)
+        kill_and_replace_driver(cluster)
     driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster.died)
     until(lambda: job.status == "detached")
@@ -247,11 +247,11 @@ def test_a_notebook_attaches_again_to_what_lives_on(start_hostless, keep):
         assert again.job.status == "running"
 
 
-def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(start_hostless):
-    """Its own one, which is not kept, and whose drivers have died too often."""
+def test_a_notebook_that_starts_another_cluster_stops_the_old_one(start_hostless):
+    """A notebook that starts another cluster stops its old one, which is not kept and lost its drivers too often."""
     cluster = start_hostless()
     for _ in range(MAX_LOSSES):
-        die(cluster)
+        kill_and_replace_driver(cluster)
     driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster.died)
     magics = ElasticMagics(InteractiveShell())
@@ -260,8 +260,8 @@ def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(start_hostle
     assert "quiet" not in {info.name for info in nbe.Cluster.all()}
 
 
-def test_what_is_saved_stays_until_the_next_driver_has_taken_over(start_hostless, monkeypatch):
-    """One that dies before has not put its own empty world in the place of the cluster's."""
+def test_the_snapshot_stays_until_the_next_driver_has_taken_over(start_hostless, monkeypatch):
+    """A driver that has not taken over yet does not overwrite the driver snapshot with its own empty state."""
     cluster = start_hostless()
     cluster.scale(2, 9)
     state, found = cluster._link.run_folder.path / SNAPSHOT_FILE, []
@@ -273,20 +273,20 @@ def test_what_is_saved_stays_until_the_next_driver_has_taken_over(start_hostless
         found.append(state.read_bytes())
 
     monkeypatch.setattr(Agents, "adopt", adopt)
-    die(cluster)
+    kill_and_replace_driver(cluster)
     assert found == [before]
     assert (cluster.status().min, cluster.status().max) == (2, 9)
 
 
-def unable(*_):
+def fail_to_listen(*_):
     raise nbe.HostError("the driver cannot listen")
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_stop_for_which_no_driver_can_be_started(start_hostless, monkeypatch, keep):
-    """Whoever stops a cluster wants nothing of it to stay: its processes are killed."""
+def test_a_stop_without_a_driver_kills_the_processes(start_hostless, monkeypatch, keep):
+    """If no driver can be started, a stop kills the cluster's processes."""
     cluster = start_hostless(keep=keep)
-    monkeypatch.setattr(driver_link, "start_driver_process", unable)
+    monkeypatch.setattr(driver_link, "start_driver_process", fail_to_listen)
     driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster.died)
     assert "3 other drivers could not take its place: the driver cannot listen" in cluster.status().reason
@@ -298,10 +298,10 @@ def test_a_stop_for_which_no_driver_can_be_started(start_hostless, monkeypatch, 
 
 
 def test_a_cluster_without_a_driver_is_started_anew(start_hostless, monkeypatch):
-    """It is not kept: what its dead driver has left is ended first."""
+    """`start()` of a cluster that is not kept first ends the processes that its dead driver left."""
     cluster = start_hostless()
     with monkeypatch.context() as broken:
-        broken.setattr(driver_link, "start_driver_process", unable)
+        broken.setattr(driver_link, "start_driver_process", fail_to_listen)
         driver_thread.kill_driver(cluster._link.run_folder, 0)
         until(lambda: cluster.died)
     cluster.start(wait=False)

@@ -1,4 +1,4 @@
-"""Waiting for a job: what is seen at a terminal meanwhile, and how it ends."""
+"""Waiting for a job: what a terminal shows meanwhile, and how the wait ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RUNNING = replace(
 
 
 class Terminal(io.StringIO):
-    """A terminal: `lines` is what was to be seen, look by look."""
+    """A terminal; `lines` lists what it showed, update by update."""
 
     def isatty(self):
         return True
@@ -61,14 +61,14 @@ class Terminal(io.StringIO):
 
 
 class LostTerminal(Terminal):
-    """Its window was closed."""
+    """A terminal whose window was closed."""
 
     def write(self, text):
         raise OSError("Input/output error")
 
 
 class FakeDriver:
-    """Its cluster goes through `story`, look by look. With the last of it the job ends, by `end`."""
+    """A driver whose cluster goes through `story`, one status per query; `end` ends the job with the last one."""
 
     def __init__(self, story, end):
         self._story, self._end = list(story), end
@@ -84,13 +84,13 @@ class FakeDriver:
 
 @pytest.fixture
 def stderr(monkeypatch):
-    """`stderr(stream)`: that is the standard error from now on. (pytest puts its own into `sys` when a test begins.)"""
+    """A function that sets the standard error, because pytest puts its own into `sys` when a test begins."""
     return lambda stream: monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
 
 
 @pytest.fixture
-def seen(stderr, monkeypatch):
-    """The standard error is a terminal of 100 columns."""
+def screen(stderr, monkeypatch):
+    """Make the standard error a terminal of 100 columns."""
     stream = Terminal()
     stderr(stream)
     monkeypatch.setenv("TERM", "xterm")
@@ -99,7 +99,7 @@ def seen(stderr, monkeypatch):
 
 
 def packed(*values):
-    """As workers give them back."""
+    """Values as workers return them."""
     return [b"".join(pickling.pack(value)) for value in values]
 
 
@@ -113,18 +113,21 @@ def job_of(*story, end=lambda run: run.future.set_result(packed(7))):
 
 
 def test_a_job_that_trains_says_how_far_it_is():
+    """The line of a running job has its workers, steps, speed, remaining time and loss."""
     assert describe_progress(RUNNING) == (
         "job-1 running · 4 / 2–8 workers · step 1,203 of 3,000 · 55.1 steps/s · 0:33 left · loss 0.232"
     )
 
 
 def test_a_job_that_waits_says_what_for():
+    """The line of a waiting job gives the reason."""
     assert describe_progress(WAITING) == "job-1 waiting: 1 of min 2 workers ready; waiting for gpu2"
     assert describe_progress(replace(WAITING, job=None)) == "waiting: 1 of min 2 workers ready; waiting for gpu2"
     assert describe_progress(replace(WAITING, phase="stopping", reason="")) == "job-1 stopping"
 
 
 def test_a_job_that_has_ended_says_how():
+    """The line of an ended job gives its outcome."""
     assert describe_progress(replace(RUNNING, outcome="failed")) == "job-1 failed"
 
 
@@ -143,8 +146,8 @@ def test_a_job_that_has_ended_says_how():
         ({"step": 0}, "4 / 2–8 workers · step 0 of 3,000 · 55.1 steps/s · 0:55 left"),
     ],
 )
-def test_what_is_not_known_is_not_said(change, text):
-    """No total, no pace yet, no upper bound, more steps than were told."""
+def test_unknown_values_are_omitted(change, text):
+    """The line omits an unknown total, speed or bound, and the remaining time after more steps than the total."""
     assert describe_progress(replace(RUNNING, report={}, **change)) == f"job-1 running · {text}"
 
 
@@ -163,11 +166,12 @@ def test_what_is_not_known_is_not_said(change, text):
     ],
 )
 def test_a_reported_value_has_three_digits(value, text):
+    """A reported value is shown with three digits."""
     assert describe_progress(replace(RUNNING, report={"loss": value})).endswith(f"left · loss {text}")
 
 
-def test_what_is_too_long_for_the_terminal_is_cut():
-    """The last column stays free; nothing in the text can move the cursor."""
+def test_a_line_that_is_too_long_is_cut():
+    """A line that is too long is cut before the last column, and holds no control characters."""
     assert fit("12345678", 9) == "12345678"
     assert fit("123456789", 9) == "1234567…"
     assert len(fit("x" * 500, 80)) == 79
@@ -179,13 +183,13 @@ def test_what_is_too_long_for_the_terminal_is_cut():
 # ---- the terminal ----
 
 
-def test_only_a_terminal_shows_progress(stderr, monkeypatch, seen):
-    """Not a file, not a notebook's output, not an editor's, and not what is closed or not there."""
-    assert terminal() is seen
+def test_only_a_terminal_shows_progress(stderr, monkeypatch, screen):
+    """Progress is shown on a terminal only, not in files, notebooks or editors, nor on a closed stream."""
+    assert terminal() is screen
     monkeypatch.setenv("TERM", "dumb")
     assert terminal() is None
     monkeypatch.delenv("TERM")
-    assert terminal() is seen
+    assert terminal() is screen
     for other in (None, object(), io.StringIO()):
         stderr(other)
         assert terminal() is None
@@ -196,30 +200,31 @@ def test_only_a_terminal_shows_progress(stderr, monkeypatch, seen):
     assert terminal() is None
 
 
-def test_a_kernel_s_output_is_no_terminal():
-    """What ipykernel puts in the place of the standard error says so, unless it is made to say otherwise."""
+def test_a_kernel_s_output_is_not_a_terminal():
+    """ipykernel's replacement for the standard error reports that it is not a terminal, unless it was configured."""
     assert inspect.signature(OutStream).parameters["isatty"].default is False
 
 
-def test_the_line_changes_at_most_four_times_a_second(seen):
-    """It is asked for only then, and cleared at the end."""
+def test_the_line_changes_at_most_four_times_a_second(screen):
+    """The line is computed and shown at most four times a second, and cleared at the end."""
     now, asked = [100.0], []
-    with ProgressLine(lambda: asked.append(now[0]) or f"at {now[0]}", seen, lambda: now[0]) as shown:
+    with ProgressLine(lambda: asked.append(now[0]) or f"at {now[0]}", screen, lambda: now[0]) as shown:
         for _ in range(9):
             shown.show()
             now[0] += 0.125
     assert asked == [100.0, 100.25, 100.5, 100.75, 101.0]
-    assert seen.lines == ["at 100.0", "at 100.25", "at 100.5", "at 100.75", "at 101.0", ""]
+    assert screen.lines == ["at 100.0", "at 100.25", "at 100.5", "at 100.75", "at 101.0", ""]
 
 
-def test_what_was_never_shown_is_not_cleared(seen):
-    with ProgressLine(lambda: "", seen):
+def test_a_line_that_was_never_shown_is_not_cleared(screen):
+    """Without a shown line nothing is cleared at the end."""
+    with ProgressLine(lambda: "", screen):
         pass
-    assert seen.getvalue() == ""
+    assert screen.getvalue() == ""
 
 
 def test_the_width_is_the_terminal_s_own():
-    """The standard output, whose width COLUMNS or the shell tell, may be a file."""
+    """The width is that of the stream: COLUMNS and the standard output may give another one."""
     leader, follower = os.openpty()
     try:
         termios.tcsetwinsize(follower, (24, 20))
@@ -230,7 +235,7 @@ def test_the_width_is_the_terminal_s_own():
             shown.show()
         expected = "\r" + "x" * 18 + "…\x1b[K\r\x1b[K"
         shown_there = b""
-        while len(shown_there) < len(expected.encode()):  # a terminal may hand out each of the two writes by itself
+        while len(shown_there) < len(expected.encode()):  # one read may return only the first of the two writes
             shown_there += os.read(leader, 4096)
         assert shown_there.decode() == expected
     finally:
@@ -238,36 +243,39 @@ def test_the_width_is_the_terminal_s_own():
         os.close(follower)
 
 
-@pytest.mark.usefixtures("seen")
-def test_a_terminal_that_goes_away_disturbs_nobody(stderr):
+@pytest.mark.usefixtures("screen")
+def test_a_closed_terminal_does_not_end_the_wait(stderr):
+    """After the terminal is closed, nothing is shown and the wait continues."""
     stderr(LostTerminal())
     future = Future()
     threading.Thread(target=future.set_result, args=([7],)).start()
     with ProgressLine(lambda: "text", terminal()) as shown:
         shown.show()
-        assert shown.interval is None, "there is nobody to look on any more"
+        assert shown.interval is None, "no terminal shows the line any more"
         assert wait_for_result(future, None, str, shown.show) == [7]
 
 
 # ---- waiting ----
 
 
-def test_who_waits_at_a_terminal_sees_how_it_gets_on(seen):
-    """What the driver says of an earlier job is not said of this one."""
+def test_a_wait_at_a_terminal_shows_progress(screen):
+    """A wait at a terminal shows this job's progress, and not that of an earlier job."""
     job = job_of(replace(RUNNING, job="job-0"), WAITING, RUNNING)
     assert job.result() == [7]
-    assert seen.lines == ["job-1 submitted", describe_progress(WAITING), describe_progress(RUNNING), ""]
+    assert screen.lines == ["job-1 submitted", describe_progress(WAITING), describe_progress(RUNNING), ""]
 
 
-def test_the_line_is_gone_before_the_error_comes(seen):
+def test_the_line_is_cleared_before_the_error_is_raised(screen):
+    """The line is cleared before the job's error is raised."""
     job = job_of(RUNNING, end=lambda run: run.future.set_exception(JobError("job-1 failed: rank 0 raised")))
     with pytest.raises(JobError, match="rank 0 raised"):
         job.result()
-    assert seen.lines == [describe_progress(RUNNING), ""]
+    assert screen.lines == [describe_progress(RUNNING), ""]
     assert isinstance(job.wait().exception(), JobError)
 
 
 def test_without_a_terminal_nothing_is_printed(stderr, capfd):
+    """A wait without a terminal prints nothing."""
     file = io.StringIO()
     stderr(file)
     job = job_of()
@@ -276,21 +284,23 @@ def test_without_a_terminal_nothing_is_printed(stderr, capfd):
     assert (file.getvalue(), *capfd.readouterr()) == ("", "", "")
 
 
-def test_an_end_that_does_not_come_in_time_is_told_with_the_reason():
+def test_the_error_of_a_timeout_has_the_reason():
+    """The error of a wait that times out gives the reason why the cluster waits."""
     with pytest.raises(WaitTimeoutError, match="0 s were not enough for job-1: 1 of min 2 workers ready"):
         job_of(WAITING, end=lambda run: None).result(timeout=0)
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0])
-def test_an_error_that_is_itself_a_timeout_is_raised(timeout):
-    """And not taken for time that ran out while waiting: that went round for ever."""
+def test_a_job_s_own_timeout_error_is_raised(timeout):
+    """A job's own TimeoutError is raised and not mistaken for a wait that timed out, which once waited without end."""
     future = Future()
     future.set_exception(TimeoutError("the store did not answer"))
     with pytest.raises(TimeoutError, match="the store did not answer"):
         wait_for_result(future, timeout, str)
 
 
-def test_a_timeout_of_its_own_that_comes_while_it_is_waited_for_is_raised_too():
+def test_a_job_s_own_timeout_error_during_the_wait_is_raised():
+    """The same holds if the job raises TimeoutError during the wait."""
     future = Future()
     with pytest.raises(TimeoutError, match="the store did not answer"):
         wait_for_result(future, None, str, lambda: future.set_exception(TimeoutError("the store did not answer")))
@@ -303,21 +313,23 @@ async def awaited(job):
     return await job
 
 
-def test_an_awaited_job_gives_its_result_while_others_go_on():
+def test_an_awaited_job_returns_its_result():
+    """An awaited job returns its result, and the event loop runs meanwhile."""
     job = job_of()
 
     async def both():
         waiting = asyncio.ensure_future(awaited(job))
-        await asyncio.sleep(0)  # it waits, and we go on
+        await asyncio.sleep(0)  # `waiting` begins to wait
         threading.Thread(target=job._copy.future.set_result, args=(packed(1, 2),)).start()
         return await asyncio.gather(waiting, awaited(job))
 
     assert asyncio.run(both()) == [[1, 2], [1, 2]]
-    assert asyncio.run(awaited(job)) == [1, 2], "one that has ended too"
+    assert asyncio.run(awaited(job)) == [1, 2], "an ended job can be awaited too"
 
 
 @pytest.mark.parametrize("error", [JobError("rank 1 raised"), JobStoppedError("by hand"), TimeoutError("of its own")])
-def test_an_awaited_job_raises_what_result_raises(error):
+def test_an_awaited_job_raises_the_error_of_result(error):
+    """An awaited job raises the same error as `result()`."""
     job = job_of()
 
     async def story():
@@ -329,8 +341,8 @@ def test_an_awaited_job_raises_what_result_raises(error):
     assert caught.value is error
 
 
-def test_who_no_longer_awaits_a_job_does_it_no_harm():
-    """Cancelled, or out of time; and the loop may be closed when the job ends."""
+def test_a_cancelled_await_does_not_affect_the_job():
+    """A cancelled or timed-out await, or a closed loop, does not affect the job."""
     job = job_of()
 
     async def story():
@@ -344,12 +356,13 @@ def test_who_no_longer_awaits_a_job_does_it_no_harm():
 
     asyncio.run(story())
     assert job.status == "running"
-    assert not job._wakers, "nothing of it is left"
+    assert not job._wakers, "no waker is left"
     job._copy.future.set_result(packed(7))
     assert job.result() == [7]
 
 
-def test_a_loop_that_was_closed_while_a_job_was_awaited_does_not_disturb_the_driver(caplog):
+def test_a_job_can_end_after_the_loop_that_awaited_it_was_closed(caplog):
+    """A job can end although the loop that awaited it was closed."""
     job = job_of()
     loop = asyncio.new_event_loop()
     waiting = loop.create_task(awaited(job))
@@ -361,12 +374,13 @@ def test_a_loop_that_was_closed_while_a_job_was_awaited_does_not_disturb_the_dri
     waiting.get_coro().close()
 
 
-def test_who_awaits_at_a_terminal_sees_how_it_gets_on(seen):
+def test_an_await_at_a_terminal_shows_progress(screen):
+    """An await at a terminal shows the job's progress."""
     assert asyncio.run(awaited(job_of(WAITING, RUNNING))) == [7]
-    assert seen.lines == [describe_progress(WAITING), describe_progress(RUNNING), ""]
+    assert screen.lines == [describe_progress(WAITING), describe_progress(RUNNING), ""]
 
 
-def test_who_looks_on_looks_four_times_a_second(seen):
-    """And who does not, never: nothing wakes before the end."""
-    assert ProgressLine(str, seen).interval == INTERVAL
+def test_the_line_is_updated_only_at_a_terminal(screen):
+    """The line asks for an update four times a second on a terminal, and never without one."""
+    assert ProgressLine(str, screen).interval == INTERVAL
     assert ProgressLine(str, None).interval is None

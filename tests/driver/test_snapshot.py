@@ -1,4 +1,4 @@
-"""What a kept cluster leaves for its next driver: whole or not there, its owner's alone, and understood or refused."""
+"""The driver snapshot of a kept cluster: complete or absent, private, and read by the next driver or refused."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def example(name: str = "train", process: str = US) -> DriverSnapshot:
     )
 
 
-def left(name: str = "train", process: str = US) -> RunFolder:
-    """A cluster whose driver is gone."""
+def cluster_without_driver(name: str = "train", process: str = US) -> RunFolder:
+    """Make a cluster whose driver has ended."""
     run_folder = RunFolder(name)
     run_folder.acquire()
     run_folder.make()
@@ -67,9 +67,9 @@ def left(name: str = "train", process: str = US) -> RunFolder:
     return run_folder
 
 
-def test_a_kill_at_any_byte_leaves_what_was_there(monkeypatch):
-    """Written beside the old one, which is replaced as a whole."""
-    run_folder = left()
+def test_a_kill_during_the_write_keeps_the_old_snapshot(monkeypatch):
+    """The new snapshot is written beside the old one, so a kill during the write keeps the old one."""
+    run_folder = cluster_without_driver()
     before = DriverSnapshot.read(run_folder.path)
     data = json.dumps({"any": "thing"}).encode()
     for cut in range(len(data)):
@@ -81,17 +81,22 @@ def test_a_kill_at_any_byte_leaves_what_was_there(monkeypatch):
 
 
 def test_a_file_of_another_user_is_refused(monkeypatch):
-    """Its keys are that user's, and so is the cluster."""
-    run_folder = left()
+    """The snapshot of another user is refused: the cluster and its keys belong to that user."""
+    run_folder = cluster_without_driver()
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(UsageError, match=f"belongs to another user .uid {owner}."):
         DriverSnapshot.read(run_folder.path)
 
 
-def test_what_is_listed():
-    """Clusters with and without a driver, whatever is wrong with them; what is dead is swept away, keys and all."""
-    kept, dead, running, broken = left("kept"), left("dead", "1@1"), RunFolder("running"), left("broken")
+def test_the_list_of_clusters():
+    """The list has clusters with and without a driver, also damaged ones; folders of dead clusters are removed."""
+    kept, dead, running, broken = (
+        cluster_without_driver("kept"),
+        cluster_without_driver("dead", "1@1"),
+        RunFolder("running"),
+        cluster_without_driver("broken"),
+    )
     running.acquire()
     (broken.path / SNAPSHOT_FILE).write_text("{")
     found = {info.name: info for info in clusters()}
@@ -105,9 +110,9 @@ def test_what_is_listed():
     running.release()
 
 
-def test_a_name_is_one_cluster_s():
-    """While that lives, with a driver or without; then it is free."""
-    run_folder = left()
+def test_a_name_belongs_to_one_cluster():
+    """A name is taken while its cluster lives, with a driver or without, and free afterwards."""
+    run_folder = cluster_without_driver()
     with pytest.raises(UsageError, match="runs without a driver: attach to it"):
         claim_name(RunFolder("train"), "n")
     example(process="1@1").write(run_folder.path)
@@ -120,19 +125,19 @@ def test_a_name_is_one_cluster_s():
     assert list(runs_folder().iterdir()) == []
 
 
-def test_which_one_is_meant():
-    """The only one, if none is named; a name; or a folder."""
+def test_a_cluster_is_found_by_name_or_folder():
+    """A cluster is found by its name, by its folder, or without either if it is the only one."""
     with pytest.raises(UsageError, match="you have no cluster"):
         find_run_folder(None)
-    run_folder = left("one")
+    run_folder = cluster_without_driver("one")
     assert find_run_folder(None) == find_run_folder("one") == find_run_folder(str(run_folder.path)) == run_folder.path
-    left("two")
+    cluster_without_driver("two")
     with pytest.raises(UsageError, match="say which cluster: one, two"):
         find_run_folder(None)
 
 
-def test_arguments_are_understood_elsewhere(tmp_path, monkeypatch):
-    """In another folder, by another process: JSON, and paths that lead to the same files."""
+def test_saved_arguments_work_in_another_folder(tmp_path, monkeypatch):
+    """Saved arguments are JSON with absolute paths, so that a process in another folder can use them."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\\necho a")
@@ -147,8 +152,8 @@ def test_arguments_are_understood_elsewhere(tmp_path, monkeypatch):
     assert json.loads(json.dumps([kept, fixed])) == [kept, fixed]
 
 
-def test_a_discovery_of_one_s_own():
-    """It is given again; or the hosts stay as they are."""
+def test_a_discovery_object_is_not_saved():
+    """A discovery object is not saved: an attach passes it again, or the hosts stay as they are."""
 
     class Mine:
         async def hosts(self):
@@ -161,16 +166,16 @@ def test_a_discovery_of_one_s_own():
     assert again(mine) == {"name": "train", "log_dir": "/logs", "discovery": mine}
 
 
-def test_a_process_is_its_number_and_its_start():
-    """Numbers are used again."""
+def test_a_process_is_identified_by_pid_and_start_time():
+    """A process is identified by its pid and start time, because pids are used again."""
     assert is_alive(US)
     assert not is_alive(US + "0")
     assert not is_alive("")
     assert identity(2**22 + 1) == ""
 
 
-def test_the_history_goes_on(tmp_path):
-    """The next driver has the records of the last one, though that was killed in the middle of a line."""
+def test_the_event_log_continues(tmp_path):
+    """The next driver's event log has the earlier records, although the last one was cut off."""
     path = tmp_path / "events.jsonl"
     first = EventLog(path)
     first.record(cmd.Record("job-started", "one"), 1.0, 2)

@@ -1,4 +1,4 @@
-"""The command that starts an agent elsewhere, and what its failures mean."""
+"""The command that starts an agent on another host by ssh, and the explanations of its failures."""
 
 import asyncio
 import os
@@ -15,8 +15,8 @@ GPU = HostSpec("gpu1", 4)
 ALICE = HostSpec("gpu1", 4, "alice")
 
 
-def test_nothing_is_asked_and_nothing_is_left():
-    """No question, no forwarding, no master that outlives us; the host's name can be no option."""
+def test_ssh_asks_nothing_and_leaves_no_process():
+    """ssh asks no question, forwards nothing and leaves no master process; a host's name is never an option."""
     command = ssh.command(ALICE, None)
     assert command[0] == "ssh"
     assert {"-oBatchMode=yes", "-oClearAllForwardings=yes", "-oControlMaster=no"} <= set(command)
@@ -24,8 +24,8 @@ def test_nothing_is_asked_and_nothing_is_left():
     assert command[-3:-1] == ["--", "gpu1"]
 
 
-def there(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a login shell there does with the command."""
+def run_in_shell(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a login shell on the host does."""
     return subprocess.run(
         ["/bin/sh", "-c", script], capture_output=True, text=True, env={**os.environ, **environment}, check=False
     )
@@ -33,7 +33,7 @@ def there(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
 def test_the_command_survives_a_shell(shell, tmp_path):
-    """The interpreter may have blanks and quotes in its path; it gets our code as one argument."""
+    """The path of the interpreter may have spaces and quotes, and our code arrives as one argument."""
     python = tmp_path / "my 'own' python"
     python.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     python.chmod(0o755)
@@ -42,25 +42,25 @@ def test_the_command_survives_a_shell(shell, tmp_path):
     assert done.stdout == f"-c|{ssh.AGENT}|"
 
 
-def test_another_python_if_ours_is_not_there(tmp_path, monkeypatch):
-    """Without a wish it is the notebook's own path, and `python3` where that is missing."""
+def test_python3_is_used_if_the_notebook_s_python_is_missing(tmp_path, monkeypatch):
+    """Without a choice the command uses the notebook's path of Python, or `python3` where that is missing."""
     fake = tmp_path / "python3"
     fake.write_text("#!/bin/sh\necho python3 of the PATH\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "not" / "there"))
-    assert there(ssh.command(GPU, None)[-1], PATH=str(tmp_path)).stdout == "python3 of the PATH\n"
+    assert run_in_shell(ssh.command(GPU, None)[-1], PATH=str(tmp_path)).stdout == "python3 of the PATH\n"
 
 
-def test_no_python_at_all(tmp_path):
-    """It is said so, with what to do."""
-    done = there(ssh.command(GPU, "no-such-python")[-1], PATH=str(tmp_path))
+def test_a_missing_python_is_reported(tmp_path):
+    """A host without the chosen Python is reported with advice."""
+    done = run_in_shell(ssh.command(GPU, "no-such-python")[-1], PATH=str(tmp_path))
     assert done.returncode == ssh.NO_PYTHON
-    said = ssh.explain_exit(GPU, done.returncode, done.stderr, "no-such-python")
-    assert said == "there is no no-such-python on gpu1: install Python there or name it with --python"
+    text = ssh.explain_exit(GPU, done.returncode, done.stderr, "no-such-python")
+    assert text == "there is no no-such-python on gpu1: install Python there or name it with --python"
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "why"),
+    ("code", "stderr", "explanation"),
     [
         (
             255,
@@ -85,22 +85,22 @@ def test_no_python_at_all(tmp_path):
         (0, "whatever it said before", "its agent ended with exit code 0"),
     ],
 )
-def test_failures_are_explained_in_one_line(code, said, why):
-    """Each says what is wrong and what to do."""
-    text = ssh.explain_exit(ALICE, code, said, None)
-    assert why in text
+def test_failures_are_explained_in_one_line(code, stderr, explanation):
+    """Each failure is explained in one line, with advice."""
+    text = ssh.explain_exit(ALICE, code, stderr, None)
+    assert explanation in text
     assert "\n" not in text
 
 
 def test_no_secret_is_in_the_command():
-    """All that it holds is known beforehand: options, the host, the interpreter and two lines of code."""
+    """The command holds only options, the host, the interpreter and fixed code."""
     words = shlex.split(ssh.command(GPU, None)[-1])
     assert words[:3] == ["exec", "/bin/sh", "-c"]
     assert len(words) == 4
 
 
-def test_a_name_that_nobody_waits_for_any_more_costs_no_process(tmp_path, monkeypatch):
-    """The cluster is stopped while ssh looks the name up, which a `Match exec` may make long: that ssh ends too."""
+def test_a_cancelled_name_lookup_leaves_no_process(tmp_path, monkeypatch):
+    """If the cluster stops while ssh resolves a name, that ssh ends too: a `Match exec` may take long."""
     (tmp_path / "ssh").write_text(
         f"#!/bin/sh\necho $$ > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid && exec sleep 1000\n"
     )

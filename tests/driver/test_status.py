@@ -1,4 +1,4 @@
-"""What is told beside the world: curves, who is behind, how much there is still to do."""
+"""What the status has beside the world: curves, workers that are behind, and the remaining steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.core.story import wid
 
 @pytest.mark.parametrize("count", [1, 2, MAX_POINTS - 1, MAX_POINTS, 1000, 12345])
 def test_a_curve_keeps_its_shape_in_few_points(count):
-    """However many reports: fewer than 100 points, oldest first, from the first value to one of the last."""
+    """Any number of reports becomes fewer than 100 points, oldest first, from the first to one of the last."""
     curve = Curve()
     for i in range(count):
         curve.add(float(i))
@@ -34,8 +34,8 @@ def test_a_curve_keeps_its_shape_in_few_points(count):
     assert points[-1] >= count - 3 * width
 
 
-def test_the_total_is_no_curve():
-    """`report(total=...)` is for the time that is left; not a number, or none at all, is no total."""
+def test_the_total_has_no_curve():
+    """A reported `total` sets the number of steps and has no curve; NaN, infinity and negative numbers are ignored."""
     telemetry = Telemetry()
     telemetry.add_report({"loss": 0.5, "total": 300.0})
     assert (telemetry.total, telemetry.report, set(telemetry.curves)) == (300, {"loss": 0.5}, {"loss"})
@@ -44,8 +44,8 @@ def test_the_total_is_no_curve():
         assert telemetry.total is None
 
 
-def test_a_value_that_is_not_finite_is_told_once_a_job():
-    """Not a number or infinite, each name for itself; the next job is told of its own. A word is no number to be judged."""
+def test_a_value_that_is_not_finite_is_reported_once_per_job():
+    """Each name with a value that is not finite is reported once per job; text is not."""
     telemetry = Telemetry()
     assert telemetry.add_report({"loss": 0.5, "phase": "warmup"}) == ()
     assert telemetry.add_report({"loss": math.nan, "norm": math.inf, "phase": "nan"}) == ("loss", "norm")
@@ -58,8 +58,8 @@ def test_a_value_that_is_not_finite_is_told_once_a_job():
     assert after.add_report({"loss": math.nan}) == ()  # by another driver
 
 
-def test_a_word_is_shown_and_has_no_curve():
-    """`report(phase="warmup")`: as it is, and a `total` in words is none."""
+def test_text_is_shown_and_has_no_curve():
+    """Reported text is shown without a curve, and a `total` in text is ignored."""
     telemetry = Telemetry()
     for value in (1.0, 0.5):
         telemetry.add_report({"phase": "warmup", "loss": value, "total": "many"})
@@ -77,27 +77,27 @@ def live_at(commits, **steps):
     return telemetry
 
 
-def test_who_is_behind_for_two_seconds_is_behind():
-    """Others have made commit 8 more than two seconds ago; this one made 5 last."""
+def test_a_worker_without_a_commit_of_two_seconds_ago_is_behind():
+    """A worker is behind if others made the next commits more than two seconds ago."""
     telemetry = live_at([(9.0, 5), (10.0, 8), (12.5, 9)], w0=9, w1=5)
     assert telemetry.behind(wid("a/1#1"), 12.6) == 3
     assert telemetry.behind(wid("a/0#1"), 12.6) == 0
 
 
-def test_news_that_is_on_its_way_is_no_delay():
-    """Rank 0 reports four times a second, others once: that its report came first says nothing."""
+def test_a_report_on_its_way_is_not_a_delay():
+    """A worker is not behind because rank 0 reports more often."""
     telemetry = live_at([(10.0, 5), (11.0, 6)], w0=6, w1=5)
     assert telemetry.behind(wid("a/1#1"), 12.6) == 0
 
 
-def test_who_has_just_come_is_not_behind():
-    """It has made no commit yet; how far the others are is not its fault."""
+def test_a_newcomer_is_not_behind():
+    """A newcomer without a commit is not behind."""
     telemetry = live_at([(10.0, 5000), (12.0, 5001)], w0=5001)
     assert telemetry.behind(wid("a/1#1"), 14.0) == 0
 
 
-def test_it_may_be_read_while_it_is_written():
-    """The driver's thread writes, others look at the same time: nobody stumbles over a container that changes."""
+def test_telemetry_may_be_read_while_it_is_written():
+    """Other threads may read the telemetry while the driver's thread changes it."""
     telemetry, stop = Telemetry(), threading.Event()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -122,7 +122,7 @@ def test_it_may_be_read_while_it_is_written():
 
 
 def test_the_time_of_a_status_follows_a_clock_that_is_set(monkeypatch):
-    """A suspended machine, a corrected clock: `time` and `failed_at` are of one clock. Drift moves nothing from look to look."""
+    """`time` and `failed_at` follow the wall clock when it is set; small drift does not change them."""
     monkeypatch.setattr(status, "time", clocks := SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 10.0))
     wall = status._WallClock()
     monkeypatch.setattr(status, "wall", wall)
@@ -132,8 +132,8 @@ def test_the_time_of_a_status_follows_a_clock_that_is_set(monkeypatch):
     assert snapshot("c", ClusterState(Limits()), Telemetry(), 10.0).time == 4600.0
 
 
-def test_a_job_that_failed_says_where_it_can_go_on():
-    """Its checkpoints are named, if it has any."""
+def test_the_error_of_a_failed_job_names_its_checkpoints():
+    """The error of a failed job names its checkpoints, if it has any."""
     for plan, hint in (
         (None, ""),
         (("/runs/one", 100, 3), "; run it again with checkpoint='/runs/one' to go on from its newest checkpoint"),

@@ -1,4 +1,4 @@
-"""A job is taken in as a whole or not at all, and its arguments are pickled once."""
+"""A job is accepted completely or not at all, and its arguments are pickled once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def no_space(*_: object) -> None:
 
 
 @pytest.mark.parametrize("what", ["program", "state", "script's state"])
-def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
-    """The disk is full: the call is refused in one line, and the next one is taken as if that had not been made."""
+def test_a_job_that_cannot_be_saved_is_refused(cluster, monkeypatch, what):
+    """With a full disk the call is refused in one line, and the next call works as if it were the first."""
     with monkeypatch.context() as full:
         if what == "program":
             full.setattr("nbelastic.client.submission.replace_private", no_space)
@@ -36,8 +36,8 @@ def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
     assert driver_snapshot.DriverSnapshot.read(cluster._link.run_folder.path).job.name == "job-1"
 
 
-class Counted:
-    """Counts in which threads it is pickled."""
+class CountsPickling:
+    """An argument that records the thread of each pickling."""
 
     def __init__(self) -> None:
         self.pickled_by: list[str] = []
@@ -46,18 +46,18 @@ class Counted:
         import threading
 
         self.pickled_by.append(threading.current_thread().name)
-        return Counted, ()
+        return CountsPickling, ()
 
 
 def test_arguments_are_pickled_once_and_by_the_caller(cluster):
-    """However many workers there will be: what is sent to each, and saved for the next driver, are the same bytes."""
-    argument = Counted()
+    """Arguments are pickled once, by the caller's thread, for all workers and for the next driver."""
+    argument = CountsPickling()
     cluster.run(print, argument)
     assert argument.pickled_by == ["MainThread"]
 
 
 def test_a_job_needs_no_folder_for_its_results(cluster, monkeypatch):
-    """The disk is full when the job begins: it runs, and long results are fetched."""
+    """A job runs although a full disk leaves no folder for its results."""
     monkeypatch.setattr("nbelastic.driver.jobs.make_private", no_space)
     assert cluster.run(os.getpid).status == "running"
     assert cluster.status().job == "job-1"

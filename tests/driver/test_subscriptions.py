@@ -1,4 +1,4 @@
-"""Subscribers of a cluster's status: each hears of every change, whatever another one does."""
+"""Subscribers of a cluster's status: each receives every change, whatever the others do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE = 10  # seconds
 
 
 def test_an_exception_in_a_subscriber_does_not_end_it(caplog):
-    """A subscriber that raises is called again at the next change; the others are not disturbed; it is logged once."""
+    """A subscriber that raises is called again at the next change, does not affect others, and is logged once."""
     calls, others = queue.SimpleQueue(), queue.SimpleQueue()
 
     def fails_twice(status):

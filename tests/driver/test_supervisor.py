@@ -1,4 +1,4 @@
-"""The controller of ipyparallel, as the driver starts it again."""
+"""The driver restarts ipyparallel's controller."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nbelastic.ipp.supervisor import MAX_PAUSE, MIN_PAUSE, Supervisor, heartbeat
 from tests.support.driver_lease import until_the_end
 
 
-class Dying(Supervisor):
-    """Of a controller that ends as soon as it has started."""
+class SupervisorOfFailingController(Supervisor):
+    """The supervisor of a controller that ends as soon as it has started."""
 
     started = 1
 
     async def wait_for_end(self) -> None:
-        """It has ended already."""
+        """Return at once: the controller has ended."""
 
     async def restart(self) -> None:
         self.started += 1
@@ -32,9 +32,9 @@ class Dying(Supervisor):
 def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pauses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Not without end and without a word: each time the reason is told."""
+    """The pauses before restarts of a failing controller grow, and each failure is reported."""
     pauses: list[float] = []
-    told: list[str] = []
+    reports: list[str] = []
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -42,16 +42,18 @@ def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pause
     async def story() -> None:
         monkeypatch.setattr(supervisor.asyncio, "sleep", sleep)
         with pytest.raises(asyncio.CancelledError):
-            await Dying(tmp_path, "name", 5.0, until_the_end(tmp_path), on_problem=told.append)._watch()
+            await SupervisorOfFailingController(
+                tmp_path, "name", 5.0, until_the_end(tmp_path), on_problem=reports.append
+            )._watch()
 
     asyncio.run(story())
     assert pauses[:3] == [MIN_PAUSE, 2 * MIN_PAUSE, 4 * MIN_PAUSE]
     assert pauses[-1] == MAX_PAUSE
-    assert len(told) == len(pauses)
-    assert all(text.endswith("Too many open files") for text in told)
+    assert len(reports) == len(pauses)
+    assert all(text.endswith("Too many open files") for text in reports)
 
 
 @pytest.mark.parametrize(("workers", "milliseconds"), [(4, 100), (100, 100), (500, 500), (5000, 1000)])
 def test_the_heartbeats_of_many_engines_are_rarer(workers: int, milliseconds: int) -> None:
-    """Together they cost the controller no more than those of a hundred do, up to a thousand engines."""
+    """Up to a thousand engines' heartbeats cost the controller no more than a hundred's."""
     assert heartbeat_period(workers) == milliseconds

@@ -1,4 +1,4 @@
-"""Who a new driver waits for: the agents that its predecessor knew, and the workers that these agents have."""
+"""A new driver waits for the agents that its predecessor knew, and for their workers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from nbelastic.protocol.ids import HostSpec, WorkerId
 WORKERS = [WorkerId("a", 0, 1), WorkerId("a", 1, 1), WorkerId("b", 0, 1)]
 
 
-def waiting(patience=30.0):
-    """The reports of a cluster with the hosts a and b, whose agents have no process on this machine."""
+def reports_of_two_hosts(patience=30.0):
+    """Return the reports of a cluster with hosts a and b, whose agents have no process on this machine."""
     hosts = tuple(SimpleNamespace(spec=HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
     agents = {name: SimpleNamespace(process="", job="") for name in "ab"}
     return TakeoverReports(SimpleNamespace(agents=agents, cluster=SimpleNamespace(hosts=hosts)), patience)
@@ -24,7 +24,7 @@ def hello(host):
 
 
 def complete(reports):
-    """Whether nobody is waited for any more."""
+    """Whether the driver waits for no agent or worker any more."""
     return asyncio.run(asyncio.wait_for(_ends_at_once(reports), 10.0))
 
 
@@ -37,15 +37,15 @@ async def _ends_at_once(reports):
     return ended
 
 
-def test_all_agents_and_their_workers_are_waited_for():
-    """In whatever order they come."""
+def test_the_driver_waits_for_all_agents_and_workers():
+    """A new driver waits for all agents and their workers, whose reports come in any order."""
     messages = [
         hello("a"),
         worker_messages.WorkerReport(WORKERS[2], 1),
         worker_messages.WorkerReport(WORKERS[1], 1),
         hello("b"),
     ]
-    reports = waiting()
+    reports = reports_of_two_hosts()
     for message in messages:
         reports.add(message)
         assert not complete(reports)
@@ -53,9 +53,9 @@ def test_all_agents_and_their_workers_are_waited_for():
     assert complete(reports)
 
 
-def test_a_stopped_worker_is_not_waited_for():
-    """Its agent says so; it cannot answer. What the agent said is kept for afterwards."""
-    reports = waiting()
+def test_the_driver_does_not_wait_for_a_frozen_worker():
+    """A new driver does not wait for a frozen worker, and keeps its agent's report."""
+    reports = reports_of_two_hosts()
     for message in (hello("a"), hello("b"), *(worker_messages.WorkerReport(w, 1) for w in WORKERS[:2])):
         reports.add(message)
     assert not complete(reports)

@@ -1,4 +1,4 @@
-"""The event log as a picture that Perfetto and chrome://tracing can show."""
+"""The event log as a trace that Perfetto and chrome://tracing show."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ STORY = [
 ]
 
 
-def drawn(events):
-    """The trace as its readers get it."""
+def trace_of(events):
+    """Return the trace as its readers get it."""
     return json.loads(json.dumps(trace(events, "mine"), allow_nan=False))
 
 
 def entries(events, ph):
-    return [entry for entry in drawn(events)["traceEvents"] if entry["ph"] == ph]
+    return [entry for entry in trace_of(events)["traceEvents"] if entry["ph"] == ph]
 
 
 def spans(events):
-    """(name, beginning, end) in microseconds since 1970."""
-    begun = round(drawn(events)["otherData"]["begun"] * 1_000_000)
+    """Return (name, begin, end) of each span in microseconds since 1970."""
+    begun = round(trace_of(events)["otherData"]["begun"] * 1_000_000)
     return [(e["name"], begun + e["ts"], begun + e["ts"] + e["dur"]) for e in entries(events, "X")]
 
 
-def check(events):
-    """What the format asks for: the keys, whole numbers, order within a row, and nothing half inside another."""
+def check_format(events):
+    """Check the format: keys, whole numbers, order within a row, and spans that never overlap partly."""
     required = {"name", "ph", "ts", "pid", "tid", "args"}
     more = {"i": {"s", "cat"}, "X": {"dur", "cat"}, "C": set(), "M": set()}
-    every = drawn(events)["traceEvents"]
+    every = trace_of(events)["traceEvents"]
     for entry in every:
         assert set(entry) == required | more[entry["ph"]]
         assert entry["ts"] >= 0
@@ -65,22 +65,24 @@ def check(events):
             open_until.pop()
         end = entry["ts"] + entry["dur"]
         assert entry["dur"] >= 0
-        assert not open_until or end <= open_until[-1], "half inside another"
+        assert not open_until or end <= open_until[-1], "a span overlaps another partly"
         open_until.append(end)
 
 
 def test_the_story_is_a_valid_trace():
-    check(STORY)
+    """The trace of a whole cluster's life is valid."""
+    check_format(STORY)
 
 
 def test_an_empty_log_is_a_valid_trace():
-    check([])
+    """The trace of an empty event log is valid."""
+    check_format([])
     assert entries([], "i") == []
 
 
-def test_every_event_has_its_moment_in_its_host_s_and_slot_s_row():
-    """Hosts in the order of their first word; a slot's next worker goes on in its row."""
-    every = drawn(STORY)["traceEvents"]
+def test_each_event_is_in_the_row_of_its_host_or_slot():
+    """Each event is in the row of its host or slot; hosts come in the order of their first events."""
+    every = trace_of(STORY)["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in every if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in every if e["name"] == "thread_name"}
     assert list(processes.values()) == ["mine", "gpu1", "gpu2"]
@@ -102,8 +104,8 @@ def test_every_event_has_its_moment_in_its_host_s_and_slot_s_row():
     assert lost["args"] == {"text": "gpu1/0#1 died", "worker": "gpu1/0#1", "generation": 2}
 
 
-def test_the_phases_of_a_change_lie_one_after_another_up_to_its_first_step():
-    """Inside the whole, which begins with the failure."""
+def test_the_phases_of_a_recovery_follow_one_another():
+    """The phases of a recovery follow one another, from the failure to the first step."""
     end = round((NOON + 5.2) * 1_000_000)
     assert [(name, begin - end, stop - end) for name, begin, stop in spans(STORY) if begin > end - 200_000] == [
         ("generation 3", -110_000, 0),
@@ -115,8 +117,8 @@ def test_the_phases_of_a_change_lie_one_after_another_up_to_its_first_step():
     ]
 
 
-def test_what_was_prepared_beside_the_training_lies_before_the_change():
-    """Where the slowest members' phases are longer than the whole, the first one is cut."""
+def test_the_phase_prepare_precedes_its_reconfiguration():
+    """The phase `prepare` precedes its reconfiguration; the first phase is cut where the sum exceeds the whole."""
     end = round((NOON + 4.02) * 1_000_000)
     found = [(name, begin - end, stop - end) for name, begin, stop in spans(STORY) if end - 500_000 < begin <= end]
     assert found == [
@@ -128,11 +130,11 @@ def test_what_was_prepared_beside_the_training_lies_before_the_change():
         ("first step", -15_000, 0),
     ]
     sync = next(e for e in entries(STORY, "X") if e["name"] == "leave")
-    assert sync["args"] == {"ms": 20.0}, "what was measured is told in full"
+    assert sync["args"] == {"ms": 20.0}, "the argument is the measured time"
 
 
 def test_a_generation_s_change_is_drawn_once():
-    """Two records tell of it, and the one that knows more counts, whichever comes first."""
+    """Of two records of one change the one with more phases is trace_of, whichever comes first."""
     assert [name for name, *_ in spans(STORY) if name.startswith("generation")] == [
         "generation 1",
         "generation 2",
@@ -144,38 +146,40 @@ def test_a_generation_s_change_is_drawn_once():
 
 
 def test_unknown_phases_are_drawn_too():
+    """Phases with unknown names are trace_of too."""
     took = {"first step": 5.0, "thaw": 10.0, "stretch": 20.0, "form": 30.0, "all": 80.0}
     story = [EventRecord(NOON, "training", "", generation=1, took=took)]
-    check(story)
+    check_format(story)
     names = [name for name, *_ in sorted(spans(story), key=lambda span: span[1])]
     assert names == ["generation 1", "form", "thaw", "stretch", "first step"]
 
 
 def test_changes_that_follow_at_once_do_not_overlap():
-    """Not even if the clock was set back between them."""
+    """Spans of changes that follow at once do not overlap, also if the clock was set back between them."""
     took = {"prepare": 300.0, "abort": 50.0, "form": 60.0, "all": 100.0}
     story = [
         EventRecord(NOON + at, "training", "", generation=e, took=took) for e, at in [(1, 0.0), (2, 0.05), (3, 0.02)]
     ]
-    check(story)
+    check_format(story)
     whole = [(begin, end) for name, begin, end in spans(story) if name.startswith("generation")]
     assert len(whole) == 3
     assert all(one[1] <= other[0] for one, other in pairwise(whole))
 
 
 def test_the_world_s_size_is_a_counter():
-    """With a point wherever it changes."""
+    """The trace has a counter of the world's size, with a point at each change."""
     sizes = [(e["ts"], e["args"]["workers"]) for e in entries(STORY, "C")]
     assert sizes == [(0, 0), (2_000_000, 2), (4_000_000, 3), (5_000_000, 2), (7_000_000, 0)]
 
 
 @pytest.mark.parametrize("worker", ["lost", "", "gpu/7"])
-def test_a_worker_of_any_name_finds_a_row(worker):
-    check([EventRecord(NOON, "worker-ready", "it is ready", worker=worker)])
+def test_a_worker_of_any_name_gets_a_row(worker):
+    """A worker of any name gets a row."""
+    check_format([EventRecord(NOON, "worker-ready", "it is ready", worker=worker)])
 
 
-def test_the_beginning_is_told():
-    """Times are microseconds since then: since the first phase, if that began before the first event."""
-    assert drawn(STORY)["otherData"] == {"cluster": "mine", "begun": NOON}
-    alone = drawn([EventRecord(NOON, "training", "", generation=1, took={"all": 250.0})])
+def test_the_trace_names_its_begin():
+    """Times count from the first event or, if it began earlier, the first phase, and the trace names that time."""
+    assert trace_of(STORY)["otherData"] == {"cluster": "mine", "begun": NOON}
+    alone = trace_of([EventRecord(NOON, "training", "", generation=1, took={"all": 250.0})])
     assert alone["otherData"]["begun"] == NOON - 0.25
