@@ -1,10 +1,11 @@
-"""Random faults while four workers train: `python -m tests.benchmarks.chaos [--faults N] [--pause S] [--seed N] [--drivers]`.
+"""Random faults while four workers train: `python -m tests.benchmarks.chaos [--faults N] [--seed N] [--drivers] …`.
 
-SIGKILL of one worker or two, of one that is starting; SIGSTOP, sometimes continued; hosts added, drained, taken away; the
-maximum moved. With `--drivers` every second fault is a SIGKILL of the cluster's driver. At the end every sample of every
-epoch was used exactly once, all ranks hold the same bits, the losses are those of an undisturbed run and of one process
-alone, and no resources were lost. Prints the goodput: steps a second with faults against steps a second without, from the
-first step to the last.
+The faults: SIGKILL of one or two members or of a newcomer; SIGSTOP, sometimes with SIGCONT; hosts added, drained or
+removed at once; another maximum. With `--drivers` every second fault is a SIGKILL of the cluster's driver.
+
+At the end every sample of every epoch was used exactly once, and all ranks hold the same bits. The losses are those of
+a run without faults and of one process, and no resources were lost. The benchmark prints the goodput: steps per second
+with faults relative to steps per second without, from the first step to the last.
 """
 
 from __future__ import annotations
@@ -33,52 +34,52 @@ from tests.support.processes import alive, processes_of
 from tests.support.waiting import until
 
 WORKERS, MOST = 4, 6
-GUEST = "127.0.0.2"
-WARM = 6  # epochs after which a worker has made all that it makes once: the groups that it left last are kept
-STANDSTILL = 3.0  # seconds without a step after which one is told what the cluster waits for
-# What may grow through a hundred faults: rank 0 serves its peers' stores, and the allocator keeps what it had once. A
-# leak of one thing a change would be more.
+EXTRA_HOST = "127.0.0.2"
+WARM = 6  # generations after which a worker has all that it makes only once: it keeps the groups that it left last
+STANDSTILL = 3.0  # seconds without a step after which the cluster's reason is noted
+# What may grow in a hundred faults: rank 0 serves its peers' stores, and the allocator keeps memory that it had once. A
+# leak of one resource per generation would be more.
 ALLOWED = {"sockets": 8, "files": 16, "threads": 6, "MB": 30}
 
-Look = dict[str, float]
+Resources = dict[str, float]
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")  # none of the faults is one of these
 
 
 class Watch:
-    """How long the training stood still, and what processes there were."""
+    """How long the training made no step, and which processes there were."""
 
     def __init__(self, cluster: nbe.Cluster) -> None:
         self._cluster = cluster
         self._step, self._at = 0, time.monotonic()
         self.longest = 0.0
-        self.told: list[str] = []
+        self.standstills: list[str] = []
         self.pids: set[int] = set()
 
     def sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self.look()
+            self.poll()
             time.sleep(min(left, 0.05))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         now, status = time.monotonic(), self._cluster.status()
         self.pids |= {w.pid for w in status.workers if w.pid}
         still = now - self._at
         self.longest = max(self.longest, still)
         if status.step > self._step:
             if still > STANDSTILL:
-                self.told.append(f"{still:.1f} s")
+                self.standstills.append(f"{still:.1f} s")
             self._step, self._at = status.step, now
-        elif still > STANDSTILL and (not self.told or self.told[-1] != status.reason):
-            self.told.append(status.reason)
+        elif still > STANDSTILL and (not self.standstills or self.standstills[-1] != status.reason):
+            self.standstills.append(status.reason)
 
 
 class Storm:
-    """One fault after the other; the last worker that holds the state is always let live."""
+    """Faults, one after the other; one member that holds the state always survives."""
 
     def __init__(self, cluster: nbe.Cluster, dice: random.Random, watch: Watch, *, drivers: bool) -> None:
         self._cluster, self._dice, self._watch = cluster, dice, watch
-        self._struck: dict[int, float] = {}
+        self._faulted: dict[int, float] = {}
         self.spared = 0  # a pid
         self._kinds: dict[Callable[[], object], int] = {
             self.kill_one: 4,
@@ -101,10 +102,11 @@ class Storm:
         return kind.__name__
 
     def _members(self, count: int) -> list[psutil.Process]:
-        """Some that have trained: at random, but not all of them."""
+        """Return random members that have trained, but never all of them."""
         now = time.monotonic()
-        self._struck = {pid: at for pid, at in self._struck.items() if now - at < 3}  # they are gone, or were let live
-        trained = [w.pid for w in self._cluster.workers if w.rank is not None and w.step and w.pid not in self._struck]
+        # Older victims have ended, or run again.
+        self._faulted = {pid: at for pid, at in self._faulted.items() if now - at < 3}
+        trained = [w.pid for w in self._cluster.workers if w.rank is not None and w.step and w.pid not in self._faulted]
         choice = [pid for pid in trained if pid != self.spared]
         count = min(count, len(trained) - 1, len(choice))
         return self._processes(self._dice.sample(choice, max(0, count)))
@@ -112,14 +114,14 @@ class Storm:
     def _processes(self, pids: list[int]) -> list[psutil.Process]:
         found = []
         for pid in pids:
-            self._struck[pid] = time.monotonic()
+            self._faulted[pid] = time.monotonic()
             with suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(pid))
         return found
 
     def _send(self, sig: signal.Signals, victims: list[psutil.Process]) -> None:
         for victim in victims:
-            with suppress(psutil.NoSuchProcess):  # psutil looks whether the number is another process's by now
+            with suppress(psutil.NoSuchProcess):  # psutil checks that the pid is not another process's by now
                 victim.send_signal(sig)
 
     def kill_one(self) -> None:
@@ -136,38 +138,38 @@ class Storm:
         self._send(signal.SIGSTOP, self._members(1))
 
     def stop_and_continue(self) -> None:
-        """Before it is missed, or as a ghost."""
+        """Continue the worker before the driver misses it, or when it is stale."""
         victims = self._members(1)
         self._send(signal.SIGSTOP, victims)
         self._watch.sleep(self._dice.uniform(0.02, 0.6))
         self._send(signal.SIGCONT, victims)
 
     def kill_driver(self) -> None:
-        """Also while it takes over from the one that was killed just before."""
+        """Kill the driver, also while it takes over from one that was killed just before."""
         driver = RunFolder(self._cluster.name).driver
         with suppress(ProcessLookupError):
             if driver:
                 os.kill(driver, signal.SIGKILL)
 
     def add(self) -> None:
-        self._cluster.add_host(f"{GUEST}:{self._dice.choice([1, 2])}")
+        self._cluster.add_host(f"{EXTRA_HOST}:{self._dice.choice([1, 2])}")
 
     def drain(self) -> None:
-        self.send_guest_away(now=False)
+        self.remove_extra_host(now=False)
 
     def take_away(self) -> None:
-        self.send_guest_away(now=True)
+        self.remove_extra_host(now=True)
 
-    def send_guest_away(self, *, now: bool) -> None:
-        if any(host.name == GUEST for host in self._cluster.hosts):
-            with suppress(nbe.UsageError):  # it has gone this very moment
-                self._cluster.remove_host(GUEST, now=now)
+    def remove_extra_host(self, *, now: bool) -> None:
+        if any(host.name == EXTRA_HOST for host in self._cluster.hosts):
+            with suppress(nbe.UsageError):  # the host has just been removed
+                self._cluster.remove_host(EXTRA_HOST, now=now)
 
     def move_maximum(self) -> None:
         self._cluster.scale(max=self._dice.randint(2, MOST))
 
 
-def look(process: psutil.Process) -> Look:
+def resources_of(process: psutil.Process) -> Resources:
     return {
         "sockets": len(process.net_connections("inet")),
         "files": process.num_fds(),
@@ -176,22 +178,22 @@ def look(process: psutil.Process) -> Look:
     }
 
 
-def looks(**processes: psutil.Process) -> dict[str, Look]:
-    """Without those that have ended: the one that no fault hits may still be forked anew, where gloo has lost its wake-up."""
+def resources_by_name(**processes: psutil.Process) -> dict[str, Resources]:
+    """Return the resources of each process that still runs: the spared worker may have been replaced after a hang."""
     found = {}
     for name, process in processes.items():
         with suppress(psutil.NoSuchProcess):
-            found[name] = look(process)
+            found[name] = resources_of(process)
     return found
 
 
 def settle(cluster: nbe.Cluster, job: nbe.Job, storm: Storm, watch: Watch) -> None:
-    """Back to the four workers of the beginning."""
+    """Wait until the cluster has the four workers of the beginning again."""
     watch.pids |= processes_of(cluster)
     cluster.scale(max=WORKERS)
     end = time.monotonic() + 30
     while True:
-        storm.send_guest_away(now=False)  # it may have been added a moment ago
+        storm.remove_extra_host(now=False)  # the last fault may have added it
         status = cluster.status()
         home = [w for w in status.workers if w.rank is not None]
         if len(status.hosts) == 1 and status.world_size == len(home) == WORKERS and all(w.step for w in home):
@@ -201,11 +203,11 @@ def settle(cluster: nbe.Cluster, job: nbe.Job, storm: Storm, watch: Watch) -> No
         if time.monotonic() > end:
             raise TimeoutError(status.reason)
         watch.sleep(0.05)
-    watch.sleep(1)  # the groups that were left last are kept for a while
+    watch.sleep(1)  # workers keep the groups that they left last for a while
 
 
 def eldest(cluster: nbe.Cluster) -> psutil.Process:
-    """A member, not rank 0: that one is to die too."""
+    """Return a member that is not rank 0, because rank 0 is to be killed too."""
     members = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
     return psutil.Process(members[1].pid)
 
@@ -213,12 +215,12 @@ def eldest(cluster: nbe.Cluster) -> psutil.Process:
 def storm_through(
     cluster: nbe.Cluster, faults: int, seed: int, pause: float, job: nbe.Job, *, drivers: bool
 ) -> dict[str, Any]:
-    """All faults. In their first half one worker is spared, to see whether it stays as it was; then nobody is."""
+    """Inject all faults; spare one worker in the first half, to compare its resources before and after."""
     dice, watch = random.Random(seed), Watch(cluster)
     storm = Storm(cluster, dice, watch, drivers=drivers)
     done: Counter[str] = Counter()
 
-    def rage(count: int) -> None:
+    def inject(count: int) -> None:
         for _ in range(count):
             if job.done():
                 return
@@ -229,22 +231,22 @@ def storm_through(
     kernel, elder = psutil.Process(), eldest(cluster)
     storm.spared = elder.pid
     while cluster.status().generation < WARM and sum(done.values()) < faults // 2 and not job.done():
-        rage(1)
+        inject(1)
     settle(cluster, job, storm, watch)
-    before = looks(kernel=kernel, elder=elder)
-    rage(faults // 2 - sum(done.values()))
+    before = resources_by_name(kernel=kernel, elder=elder)
+    inject(faults // 2 - sum(done.values()))
     settle(cluster, job, storm, watch)
-    after = looks(elder=elder)
+    after = resources_by_name(elder=elder)
     storm.spared = 0
-    rage(faults - faults // 2)
+    inject(faults - faults // 2)
     settle(cluster, job, storm, watch)
-    after |= looks(kernel=kernel)
+    after |= resources_by_name(kernel=kernel)
     watch.pids |= processes_of(cluster)
     return {
         "faults": sum(done.values()),
         "kinds": dict(done),
         "longest standstill": watch.longest,
-        "stood still": watch.told,
+        "stood still": watch.standstills,
         "before": before,
         "after": after,
         "pids": watch.pids,
@@ -252,7 +254,10 @@ def storm_through(
 
 
 def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, drivers: bool = False) -> dict[str, Any]:
-    """Train through faults, or, without, for `epochs`; what was seen, and each rank's results. `drivers`: they die too."""
+    """Train through faults, or for `epochs` without; return what was observed, and each rank's results.
+
+    With `drivers` drivers are killed too.
+    """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, mock.patch("nbelastic.client.replacement.MAX_LOSSES", 1_000_000):
         options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "silence": 3.0 if drivers else 10.0}
@@ -294,14 +299,14 @@ def _all_gone(pids: set[int]) -> bool:
 
 
 def farthest(curve: list[float], other: list[float]) -> float:
-    """The greatest relative difference between two curves; infinite if they are not equally long."""
+    """Return the greatest relative difference between two curves; infinite if their lengths differ."""
     if len(curve) != len(other):
         return float("inf")
     return max(abs(a - b) / b for a, b in zip(curve, other, strict=True))
 
 
 def problems(found: dict[str, Any], *curves: list[float]) -> list[str]:
-    """What did not hold, in words."""
+    """Describe each expectation that did not hold."""
     bad = [
         f"{name}: {found[name]}"
         for name in ("steps lost", "begun again", "left running", "unexplained breaks", "crashes")

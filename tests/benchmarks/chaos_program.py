@@ -1,7 +1,7 @@
-"""What chaos trains: every step is the same in any world, and the state itself holds the proof.
+"""The program that chaos trains: each step is the same in any world, and the state holds the proof.
 
-A noisy regression in double precision with a fixed global batch. Ranks sum the same numbers in another order than one
-process does, so losses agree to rounding only: see `TOLERANCE`.
+The program fits noisy data in double precision with a fixed global batch. Ranks sum the same numbers in another order
+than one process does, so losses agree except for rounding: see `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import nbelastic as nbe
 
 SAMPLES, BATCH = 1000, 30  # an epoch's last batch has 10: not the same for all ranks in most worlds
-STEPS = -(-SAMPLES // BATCH)  # an epoch
+STEPS = -(-SAMPLES // BATCH)  # per epoch
 SLEEP = 0.005
 # Relative, of a step's loss. A sum of a few hundred doubles is off by about 1e-14; momentum and tens of thousands of steps
 # add that up. One sample used twice, or left out, moves a loss by 1e-3.
 TOLERANCE = 1e-9
-LOSS, ENDING, LOST, USED = range(4)  # where what the ranks tell each other begins
+LOSS, ENDING, LOST, USED = range(4)  # offsets in the tensor that the ranks reduce
 
 
 def beginning() -> tuple[Any, Any, Any, Any]:
-    """Inputs, targets, a network and its optimizer; the same wherever and whenever they are made."""
+    """Return inputs, targets, a network and its optimizer; they are the same in each process."""
     import torch
 
     def normal(*shape: int) -> Any:
@@ -46,7 +46,7 @@ def mean_loss(model: Any, inputs: Any, targets: Any) -> Any:
 
 
 def train(folder: str, epochs: int | None = None) -> dict[str, Any]:
-    """Train for `epochs`, or until an epoch ends after `folder/finish` was made. What is the same on all ranks."""
+    """Train for `epochs`, or until an epoch ends after `folder/finish` was made; return values that all ranks share."""
     import torch
     import torch.distributed as dist
     from torch.utils.data import DataLoader
@@ -58,7 +58,7 @@ def train(folder: str, epochs: int | None = None) -> dict[str, Any]:
         sampler=nbe.ElasticSampler(range(SAMPLES), seed=5, global_batch=BATCH),
         used=torch.zeros(SAMPLES, dtype=torch.float64),  # how often each sample was trained on
         curve="",  # each step's loss over the whole global batch, in hex: a list would be copied item by item at each commit
-        lost=0,  # steps that a process had committed, and that were made again
+        lost=0,  # committed steps that were made again
         epoch=0,
         last=epochs - 1 if epochs else None,  # the last epoch
         first_at=0.0,
@@ -78,20 +78,20 @@ def train(folder: str, epochs: int | None = None) -> dict[str, Any]:
                 loss = mean_loss(ddp, inputs[indices], targets[indices]) * weight
                 optimizer.zero_grad()
                 loss.backward()
-                told = torch.zeros(USED + SAMPLES, dtype=torch.float64)
-                told[LOSS] = loss.detach() / nbe.size()
-                told[ENDING] = (Path(folder) / "finish").exists()
-                told[LOST] = lost
-                if weight:  # else it is repeated for want of another
-                    told[indices + USED] = 1
-                dist.all_reduce(told)  # before the step: none comes between it and the commit
+                shared = torch.zeros(USED + SAMPLES, dtype=torch.float64)
+                shared[LOSS] = loss.detach() / nbe.size()
+                shared[ENDING] = (Path(folder) / "finish").exists()
+                shared[LOST] = lost
+                if weight:  # a sample with weight 0 is a repeated one
+                    shared[indices + USED] = 1
+                dist.all_reduce(shared)  # before the step: no collective may come between the step and the commit
                 optimizer.step()
                 state.sampler.record_batch(len(indices))
-                state.used += told[USED:]
-                state.curve += struct.pack("d", told[LOSS].item()).hex()
-                state.lost += int(told[LOST].item())
+                state.used += shared[USED:]
+                state.curve += struct.pack("d", shared[LOSS].item()).hex()
+                state.lost += int(shared[LOST].item())
                 state.first_at = state.first_at or time.monotonic()
-                if told[ENDING].item() and state.last is None:
+                if shared[ENDING].item() and state.last is None:
                     state.last = state.epoch
                 lost, committed = 0, state.commits + 1
                 time.sleep(SLEEP)
@@ -114,7 +114,7 @@ def train(folder: str, epochs: int | None = None) -> dict[str, Any]:
 
 
 def digest(model: Any, optimizer: Any) -> str:
-    """Of every bit of the parameters and of their momentum."""
+    """Hash every bit of the parameters and their momentum."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         found.update(parameter.detach().numpy().tobytes())
@@ -123,7 +123,7 @@ def digest(model: Any, optimizer: Any) -> str:
 
 
 def alone(epochs: int) -> list[float]:
-    """The losses of the same steps in one process: chunks of the order, nothing split and nothing weighted."""
+    """Return the losses of the same steps in one process, without ranks or weights."""
     inputs, targets, model, optimizer = beginning()
     losses = []
     for epoch in range(epochs):

@@ -1,7 +1,7 @@
 """How long the core takes: `python -m tests.benchmarks.core [--json PATH] [--workers N …]`.
 
-A day in the life of a cluster with 8 workers a host: it starts, forms a world, trains with news coming in, loses
-workers and whole hosts, grows and shrinks. Every event's step is timed, and each kind of forming by itself.
+A cluster with 8 workers per host starts, forms a world, trains while events arrive, loses workers and hosts, grows and
+shrinks. Every event's step is timed, and each kind of formation separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPARES = 64
 
 
 class Cluster:
-    """A World and the time that each event took, by the phase it came in."""
+    """A cluster state and the time that each event took, by phase."""
 
     def __init__(self, workers: int) -> None:
         self.size = workers
@@ -65,7 +65,7 @@ class Cluster:
             self.send(ev.WorkerRegistered(w))
 
     def form(self, phase: str) -> None:
-        """From wherever it stands to a running world."""
+        """Bring the cluster from its present state to a running world."""
         self.phase = phase
         for w in sorted(self.cluster.starting) if phase == "first world" else sorted(self.cluster.awaiting):
             self.rejoin(w)
@@ -82,7 +82,7 @@ class Cluster:
         self.send(ev.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds_state=member))
 
     def train(self, events: int) -> None:
-        """Steady running with spares at hand: news that changes nothing."""
+        """Send events that change nothing to a running world with spares."""
         self.phase = "running"
         spares = sorted(self.cluster.newcomers)
         assert spares, "the spares are waiting"
@@ -93,7 +93,7 @@ class Cluster:
             self.send(ev.Ticked())
 
     def die(self, deaths: int) -> None:
-        """Workers die; the others gather and form again; the replacements start."""
+        """Lose workers: the others form the next generation, and the replacements start."""
         victims = self.cluster.members[:: max(1, len(self.cluster.members) // deaths)][:deaths]
         self.phase = "death"
         for w in victims:
@@ -106,7 +106,7 @@ class Cluster:
         self.form("gathering")
 
     def shrink(self) -> None:
-        """A host is drained: ask, agree, leave, form."""
+        """Drain a host: ask, agree, leave, form."""
         self.phase = "planned change"
         self.send(ev.HostRemoved(self.cluster.members[-1].host))
         self.now += 2.0
@@ -130,7 +130,7 @@ def day(workers: int) -> Cluster:
 
 
 def numbers(times: list[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Return minimum, median and maximum in milliseconds."""
     ms = [time * 1000 for time in times]
     return {"events": len(ms), "min": min(ms), "median": statistics.median(ms), "max": max(ms)}
 

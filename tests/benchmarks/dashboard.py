@@ -1,7 +1,7 @@
 """What the dashboard costs: `python -m tests.benchmarks.dashboard [--json FILE] [--quick]`.
 
-The CPU of driver and kernel with four workers at rest and in training, with a dashboard and without; and of a cluster of 64 hosts
-with 8 slots what the kernel computes and sends.
+The benchmark measures the CPU of driver and kernel with four workers, idle and training, with and without a dashboard.
+For a cluster of 64 hosts with 8 slots it measures what the kernel computes and sends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOSTS, SLOTS = 64, 8
 
 
 class Processors:
-    """The CPU of the driver's process and of the kernel's, this one, in percent of a core."""
+    """The CPU of the driver's process and of this kernel's process, in percent of a core."""
 
     def __init__(self, cluster: nbe.Cluster) -> None:
         self._processes = {"driver": psutil.Process(driver_pid(cluster)), "kernel": psutil.Process()}
@@ -40,7 +40,7 @@ class Processors:
 
 
 def driver(rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Percent of a core: driver and kernel with four workers, at rest and while they train (a step takes 5 ms)."""
+    """Return the CPU of driver and kernel with four workers, idle and with steps of 5 ms."""
     found: dict[str, list[float]] = {}
     with nbe.Cluster("localhost:4", min=4) as cluster:
         found |= _shown_or_not(cluster, "rest", rounds, seconds)
@@ -60,7 +60,7 @@ def _shown_or_not(cluster: nbe.Cluster, what: str, rounds: int, seconds: float) 
 
 
 def wide(step: int) -> Status:
-    """512 workers in the middle of a training; every worker's CPU and memory are new with each step."""
+    """Return the status of 512 workers that train; each step changes every worker's CPU and memory."""
     hosts = tuple(
         HostStatus(
             f"gpu-node-{h:03}",
@@ -101,7 +101,7 @@ def wide(step: int) -> Status:
 
 
 def large(rounds: int) -> dict[str, list[float]]:
-    """64 × 8: milliseconds to make an update of a status, and kilobytes of it: the whole, a step's, a second's samples."""
+    """Return the milliseconds and kilobytes of an update with 512 workers: complete, per step, per second."""
     events = [EventRecord(1.7e9, "world-formed", "world of 512 at generation 3", generation=3, took={"form": 1.0})] * 12
     found: dict[str, list[float]] = {name: [] for name in ("make, ms", "whole, kB", "step, kB", "samples, kB")}
     for _ in range(rounds):

@@ -1,7 +1,7 @@
-"""Hosts by ssh: how fast they start, join, are missed: `python -m tests.benchmarks.hosts [--json FILE] [--quick]`.
+"""Hosts by ssh, how fast they start, join and are lost: `python -m tests.benchmarks.hosts [--json FILE] [--quick]`.
 
 The hosts are network namespaces of this machine with an OpenSSH server each (`tests.hosts.network`; needs root). They
-share its cores, so a start of eight costs eight times the CPU of one here, which it would not on eight machines.
+share the machine's cores, so a start of eight hosts costs eight times the CPU of one, unlike on eight machines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def machines(count: int) -> Iterator[Network]:
 
 
 def start(rounds: int) -> dict[str, list[float]]:
-    """Seconds from start() to all workers ready on one host and on eight, in turn; and the CPU seconds that it took."""
+    """Return the seconds from start() until all workers are ready on one and on eight hosts, and the CPU seconds."""
     found: dict[str, list[float]] = {"one": [], "eight": [], "ratio": [], "one, cpu s": [], "eight, cpu s": []}
     with machines(8):
         for _ in range(rounds):
@@ -51,7 +51,7 @@ def start(rounds: int) -> dict[str, list[float]]:
 
 
 def discovered(rounds: int) -> dict[str, list[float]]:
-    """A host appears in the discovery script's answer while two others train: seconds until each thing has happened."""
+    """Add a host to the discovery's answer while two others train; return the seconds until each stage."""
     found: dict[str, list[float]] = {"discover": [], "start": [], "join": [], "all": []}
     with machines(3), tempfile.TemporaryDirectory() as folder:
         listed, script = Path(folder) / "hosts.txt", Path(folder) / "hosts.sh"
@@ -78,7 +78,7 @@ def discovered(rounds: int) -> dict[str, list[float]]:
 
 
 def missed(rounds: int, fault: str, silence: float) -> dict[str, list[float]]:
-    """One of three hosts (two workers each) is killed, or cut off: seconds until the others make their next step."""
+    """Kill or disconnect one of three hosts of two workers; return the seconds until the others make a step."""
     struck: list[float] = []
     found: dict[str, list[float]] = {"next": [], "lost": []}
     options = {"min": 1, "silence": silence, "cooldown": (0, 0), "cwd": ROOT}
@@ -88,7 +88,7 @@ def missed(rounds: int, fault: str, silence: float) -> dict[str, list[float]]:
             for number in range(rounds):
                 cluster.wait(6, timeout=LONG)
                 time.sleep(1)
-                victim = f"h{number % 3 + 1}"  # rank 0's among them
+                victim = f"h{number % 3 + 1}"  # rank 0's host is one of them
                 struck.append(time.time())
                 getattr(network, fault)(victim)
                 wait_until(lambda name=victim: all(w.host != name for w in cluster.workers), LONG)

@@ -1,7 +1,7 @@
 """How long large arguments and results take: `python -m tests.benchmarks.payloads [--json FILE] [--megabytes M]`.
 
-Each case is one job on a cluster of this machine: `in`, an array as an argument; `out`, an array as each rank's result. The
-time is from `run()` to the end of `result()`, with the array read once by whoever gets it.
+Each case is one job on a cluster of this machine: `in` has an array as its argument, and `out` returns an array from
+each rank. The time is from `run()` to the end of `result()`; the receiver reads the whole array once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def ones(count: int) -> np.ndarray:
 
 
 def measure(workers: int, megabytes: int) -> dict[str, list[float]]:
-    """Seconds of each round; the first one, which warms up, is left out."""
+    """Return the seconds of each round, without the first one, which warms up."""
     count = megabytes * 1_000_000 // 8
     array = np.ones(count)
     found: dict[str, list[float]] = {"in": [], "out": []}

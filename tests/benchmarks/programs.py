@@ -1,4 +1,4 @@
-"""What the benchmarks train: half a million parameters, 5 ms of sleep a step, every step written down."""
+"""What the benchmarks train: half a million parameters, 5 ms of sleep per step, each step recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = 1024
 
 
 def model_and_optimizer() -> Any:
-    """A 0.5 M parameter network and its SGD with momentum, the same on every rank."""
+    """Return a network of 0.5 M parameters and its SGD with momentum, the same on every rank."""
     import torch
 
     torch.manual_seed(0)
@@ -26,7 +26,7 @@ def model_and_optimizer() -> Any:
 
 
 def one_step(ddp: Any, optimizer: Any) -> Any:
-    """Forward, backward, update on a random batch of 32."""
+    """Do forward pass, backward pass and update on a random batch of 32."""
     import torch
 
     x = torch.randn(32, SIZE[0])
@@ -38,7 +38,7 @@ def one_step(ddp: Any, optimizer: Any) -> Any:
 
 
 def large_model_and_optimizer() -> Any:
-    """25 M parameters in 24 layers, SGD with momentum: 200 MB of state a rank."""
+    """Return 25 M parameters in 24 layers and SGD with momentum: 200 MB of state per rank."""
     import torch
 
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def large_model_and_optimizer() -> Any:
 
 
 def one_large_step(ddp: Any, optimizer: Any) -> Any:
-    """As `one_step`, on a random batch of 8."""
+    """Do one step like `one_step`, on a random batch of 8."""
     import torch
 
     loss = ddp(torch.randn(8, LARGE)).pow(2).mean()
@@ -58,12 +58,12 @@ def one_large_step(ddp: Any, optimizer: Any) -> Any:
 
 
 def record_steps(folder: str, steps: int) -> int:
-    """The elastic loop, committing every step. Each process appends its steps to a file of its own in `folder`."""
+    """Train with a commit every step; each process appends its steps to its own file in `folder`."""
     return _record(folder, steps, *model_and_optimizer(), one_step)
 
 
 def record_large_steps(folder: str, steps: int) -> int:
-    """As `record_steps`, with 25 M parameters."""
+    """Do the same as `record_steps` with 25 M parameters."""
     return _record(folder, steps, *large_model_and_optimizer(), one_large_step)
 
 
@@ -95,7 +95,7 @@ def _record(folder: str, steps: int, model: Any, optimizer: Any, step: Any) -> i
 
 
 def count_steps(seconds: float) -> float:
-    """Steps a second of the elastic loop, committing every step, after a warm-up of a tenth."""
+    """Return the steps per second with a commit every step, after a warm-up of a tenth."""
     import torch
 
     model, optimizer = model_and_optimizer()
@@ -110,7 +110,7 @@ def count_steps(seconds: float) -> float:
 
 
 def count_plain_steps(seconds: float) -> float:
-    """The same loop in plain DDP, in the same kind of process and group, without a commit."""
+    """Return the steps per second of the same loop in plain DDP, without commits, in the same kind of process."""
     import torch
 
     model, optimizer = model_and_optimizer()
@@ -125,7 +125,7 @@ def count_plain_steps(seconds: float) -> float:
 
 
 def timed(seconds: float, step: Any) -> float:
-    """All ranks do the same number of steps: rank 0 says when to end, every 20 steps."""
+    """Return the steps per second; rank 0 decides every 20 steps whether all ranks end."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,6 @@
 """How fast nbelastic starts, recovers and changes size: `python -m tests.benchmarks.recovery [--json FILE] [--quick]`.
 
-Each case prints min / median / max. Times are taken from files that the training processes write, one line a step.
+Each case prints min / median / max. Times come from files to which the training processes write one line per step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ N = 4
 def training(
     hosts: str, program: Callable[[str, int], int] = programs.record_steps, **options: Any
 ) -> Iterator[tuple[nbe.Cluster, str]]:
-    """A cluster that trains for ever, and the folder of its steps."""
+    """Train until the end of the context, on these hosts; yield the cluster and the folder of its step files."""
     with tempfile.TemporaryDirectory() as folder, nbe.Cluster(hosts, cooldown=(0, 0), **options) as cluster:
         job = cluster.run(program, folder, 10**9)
         yield cluster, folder
@@ -47,7 +47,7 @@ def training(
 
 
 def start_once() -> float:
-    """Seconds from start() in a fresh process to the first completed step."""
+    """Return the seconds from start() in a fresh process to the first completed step."""
     code = (
         "import time, tempfile, json, sys\n"
         "from pathlib import Path\n"
@@ -66,22 +66,22 @@ def start_once() -> float:
 def faults(
     sig: signal.Signals, count: int, pause: float, program: Callable[[str, int], int] = programs.record_steps
 ) -> dict[str, list[float]]:
-    """Signal random ranks of a running world of N, one after the other; times to the next step and to full size."""
+    """Signal random ranks of a world of N, one after the other; return times to the next step and to full size."""
     found: dict[str, list[float]] = {"next": [], "full": [], "lost": []}
-    struck = []
+    victims = []
     with training(f"localhost:{N}", program, min=1, max=N) as (cluster, folder):
         for number in range(count):
             cluster.wait(N, timeout=30)
             time.sleep(pause)
             by_rank = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
             victim = by_rank[0] if number % 4 == 0 else random.choice(by_rank)
-            struck.append((time.time(), victim.pid))
+            victims.append((time.time(), victim.pid))
             os.kill(victim.pid, sig)
             wait_until(lambda pid=victim.pid: all(w.pid != pid for w in cluster.workers))
         cluster.wait(N, timeout=30)
         time.sleep(pause)
         steps = steps_in(folder)
-    for at, pid in struck:
+    for at, pid in victims:
         before = max(step["step"] for step in steps if step["t"] <= at)
         after = next(step for step in steps if step["t"] > at and step["pid"] != pid and step["world"] < N)
         again = next(step for step in steps if step["t"] > after["t"] and step["world"] == N)
@@ -100,7 +100,7 @@ def wait_until(true: Callable[[], bool], timeout: float = 30.0) -> None:
 
 
 def longest_gap(steps: Steps, since: float, until: float) -> float:
-    """The longest time between two completed steps (of whichever rank is first) from `since` to `until`."""
+    """Return the longest time from `since` to `until` between two steps, each completed by any rank."""
     first: dict[int, float] = {}
     for step in steps:
         if since <= step["t"] <= until:
@@ -110,10 +110,10 @@ def longest_gap(steps: Steps, since: float, until: float) -> float:
 
 
 def planned(count: int) -> dict[str, list[float]]:
-    """Add a host of one slot and remove it again, while N - 1 workers train: the longest time between two steps.
+    """Add a host of one slot and remove it, while N - 1 workers train; return the longest times between two steps.
 
-    `starting` is while the new host's template imports torch (on this same machine, so it takes CPU from the training),
-    `add` from the moment that the newcomer is ready.
+    `starting` lasts while the new host's template imports torch, on this same machine, where it takes CPU from the
+    training. `add` begins when the newcomer is ready.
     """
     found: dict[str, list[float]] = {"add": [], "remove": [], "starting": [], "undisturbed": [], "lost": []}
     spans = []
@@ -147,14 +147,14 @@ def planned(count: int) -> dict[str, list[float]]:
 
 
 def memory() -> dict[str, list[float]]:
-    """MB of private memory of each forked worker before the user's code."""
+    """Return the private memory of each forked worker before the user's code, in MB."""
     with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
         time.sleep(1)
         return {"private": [psutil.Process(w.pid).memory_full_info().uss / 1e6 for w in cluster.workers]}
 
 
 def throughput(rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Steps a second with commit() every step and in plain DDP, in turn, on the same workers."""
+    """Return steps per second with a commit every step and in plain DDP, alternating on the same workers."""
     found: dict[str, list[float]] = {"commit": [], "plain": [], "ratio": []}
     with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
         for _ in range(rounds):
@@ -167,10 +167,10 @@ def throughput(rounds: int, seconds: float) -> dict[str, list[float]]:
 
 
 def soak(count: int) -> dict[str, list[float]]:
-    """Kills in a row, one a second: sockets, threads and memory of driver and of the oldest survivor, before and after."""
+    """Kill one worker per second; return sockets, threads and memory of driver and oldest survivor."""
     seen: dict[str, list[float]] = {}
 
-    def look(cluster: nbe.Cluster) -> None:
+    def measure(cluster: nbe.Cluster) -> None:
         oldest = psutil.Process(min(cluster.workers, key=lambda w: w.rank or 0).pid)
         for name, process in (("driver", psutil.Process(driver_pid(cluster))), ("survivor", oldest)):
             seen.setdefault(f"{name} sockets", []).append(len(process.net_connections("inet")))
@@ -181,15 +181,15 @@ def soak(count: int) -> dict[str, list[float]]:
     with training(f"localhost:{N}", min=1, max=N) as (cluster, folder):
         cluster.wait(N, timeout=30)
         time.sleep(3)
-        look(cluster)
+        measure(cluster)
         for number in range(count):
             cluster.wait(N, timeout=30)
             by_rank = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
-            os.kill(random.choice(by_rank[1:]).pid, signal.SIGKILL)  # rank 0 stays, to be looked at
+            os.kill(random.choice(by_rank[1:]).pid, signal.SIGKILL)  # rank 0 stays, to be measured
             time.sleep(1)
             if number % 20 == 19:
                 cluster.wait(N, timeout=30)
-                look(cluster)
+                measure(cluster)
         numbers = sorted({step["step"] for step in steps_in(folder)})
         seen["steps lost"] = [float(numbers[-1] - numbers[0] + 1 - len(numbers))]
     return seen
@@ -204,7 +204,7 @@ def show(case: str, found: dict[str, list[float]]) -> None:
 
 
 def run(doc: str | None, part: int, cases: Callable[[int], Cases]) -> None:
-    """The command line: `cases(1)` has all rounds, `cases(part)` a part of them, for --quick. A case may find nothing."""
+    """Run the command line: `cases(1)` has all rounds, `cases(part)` fewer, for --quick; a case may find nothing."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", type=Path, help="write all values to this file")
     parser.add_argument("--quick", action="store_true", help=f"1/{part} of the rounds")

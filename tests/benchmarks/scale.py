@@ -1,12 +1,13 @@
 """What the driver does with many workers: `python -m tests.benchmarks.scale [--json FILE] [--workers N] [--rate R]`.
 
-Driver, link and core are the real ones, in a process of their own. Agents and workers are simulated: two processes
-play them, each agent with its own CURVE connection and the project's relay, each worker with the project's delivery.
-Engines and process groups are left out.
+Driver, link and core are the real ones, in a separate process. Two other processes simulate agents and workers: each
+agent has its own CURVE connection and the project's relay, each worker the project's delivery. There are no engines
+and no process groups.
 
-The cases: `start` until all workers are ready; `form` until a job's world runs; `steady` reports of all workers; `storm`:
-a worker dies and all others raise; `stop`: the driver's process is stopped (SIGSTOP) for 4 s, and a worker sends
-an event before it goes on. `caught up` is how long after SIGCONT that event is taken, with all that queues before it.
+The cases: `start` lasts until all workers are ready, `form` until a job's world runs, and `steady` counts reports of
+all workers. In `storm` one worker dies and all others raise. In `stop` the driver's process is stopped (SIGSTOP) for
+4 s, and a worker sends an event before it continues. `caught up` is the time from SIGCONT until the driver has handled
+that event and all events before it.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ Numbers = dict[str, list[float]]
 
 
 class Scale:
-    """The processes, and what is asked of them."""
+    """The processes of the benchmark, and the requests to them."""
 
     def __init__(self, workers: int, rate: float) -> None:
         context = mp.get_context("spawn")
         self.size = workers // SLOTS * SLOTS
-        pipes = [context.Pipe() for _ in range(PLAYERS)]  # from the driver
-        lines = [context.Pipe() for _ in range(PLAYERS + 1)]  # from here
+        pipes = [context.Pipe() for _ in range(PLAYERS)]  # from the driver to the players
+        lines = [context.Pipe() for _ in range(PLAYERS + 1)]  # from this process to the driver and the players
         self._players = [ours for ours, _ in lines[1:]]
         self._driver = lines[0][0]
         theirs = [there for _, there in lines]
@@ -51,22 +52,22 @@ class Scale:
         self.began = time.monotonic()
         for process in self._processes:
             process.start()
-        self.taken: list[tuple[float, float, str]] = []  # when, the driver's thread's CPU seconds then, which event
+        self.taken: list[tuple[float, float, str]] = []  # time, CPU seconds of the driver's thread, event
 
     def close(self) -> None:
-        for process in reversed(self._processes):  # the players would miss the driver
+        for process in reversed(self._processes):  # the driver last: the players would report its loss
             process.kill()
             process.join()
 
     def look(self) -> tuple[str, int, list[str], float, float]:
-        """Phase, ready workers, members, and the CPU seconds of the driver's process and of its thread."""
+        """Return phase, ready workers, members, and the CPU seconds of the driver's process and of its thread."""
         self._driver.send("look")
         *found, taken = self._driver.recv()
         self.taken += taken
         return tuple(found)
 
     def until(self, what: str, true: Callable[[str, int, list[str]], bool]) -> tuple[float, float]:
-        """When it came about, and the driver's CPU seconds until then."""
+        """Wait until this is true; return the time, and the driver's CPU seconds until then."""
         end = time.monotonic() + PATIENCE
         while True:
             phase, ready, members, cpu, _ = self.look()
@@ -79,14 +80,14 @@ class Scale:
     def submit(self) -> None:
         self._driver.send("submit")
 
-    def tell(self, *order: Any) -> None:
-        """All players."""
+    def send(self, *order: Any) -> None:
+        """Send this to all players."""
         for player in self._players:
             player.send(order)
 
     def counted(self) -> tuple[list[tuple[int, int, int]], int]:
-        """Of each living peer: numbered messages sent, how many different ones, and all; and how many the driver has got."""
-        self.tell("count")
+        """Return each living peer's sent, distinct and total messages, and how many messages the driver received."""
+        self.send("count")
         found = [player.recv() for player in self._players]
         return [each for counts, _ in found for each in counts], sum(got for _, got in found)
 
@@ -133,12 +134,12 @@ def run(workers: int, rate: float, seconds: float, rounds: int) -> Numbers:
 
 
 def storm(scale: Scale, number: int, note: Callable[..., None], whole: Callable[[str, int, list[str]], bool]) -> None:
-    """One dies and all others raise."""
+    """Kill one worker; all others raise."""
     members, before, _ = scale.look()[2:]
     began = time.monotonic()
     victim = members[number]
-    scale.tell("kill", victim)
-    scale.tell("storm")
+    scale.send("kill", victim)
+    scale.send("storm")
     at, _ = scale.until("a world after the storm", lambda phase, _ready, now: phase == "running" and victim not in now)
     note(storm_running_s=at - began)
     at, cpu = scale.until("a world of all again", whole)
@@ -146,13 +147,13 @@ def storm(scale: Scale, number: int, note: Callable[..., None], whole: Callable[
 
 
 def stop(scale: Scale, note: Callable[..., None], whole: Callable[[str, int, list[str]], bool]) -> None:
-    """The driver's process is stopped, and a worker sends an event before it goes on."""
+    """Stop the driver's process; a worker sends an event before the process continues."""
     members, _, thread_before = scale.look()[2:]
     pid = scale.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     time.sleep(STOPPED - 0.5)
-    scale.tell("event", members[-1])
+    scale.send("event", members[-1])
     time.sleep(0.5)
     scale.taken.clear()
     began = time.monotonic()
@@ -161,7 +162,7 @@ def stop(scale: Scale, note: Callable[..., None], whole: Callable[[str, int, lis
     at, thread = next((at, cpu) for at, cpu, name in scale.taken if at > began and name == "StoreOffered")
     note(stop_caught_up_s=at - began, stop_thread_CPU_s=thread - thread_before)
     scale.until("the same world", whole)
-    assert sorted(scale.look()[2]) == sorted(members), "a worker was given up though nothing was wrong"
+    assert sorted(scale.look()[2]) == sorted(members), "a worker was lost without a fault"
 
 
 def main() -> None:

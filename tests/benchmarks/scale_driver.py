@@ -31,41 +31,41 @@ SLOTS = 8
 
 
 class SimulatedAgent:
-    """Takes the place of an agent's process."""
+    """A replacement for an agent's process."""
 
     process = job = ""
 
-    def __init__(self, tell: Callable[..., None], host: str, number: int) -> None:
-        self._tell, self._host, self._number = tell, host, number
+    def __init__(self, send: Callable[..., None], host: str, number: int) -> None:
+        self._send, self._host, self._number = send, host, number
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self._tell("agent", self._host, self._number, config["driver"], msgspec.convert(config["keys"], Keys))
+        self._send("agent", self._host, self._number, config["driver"], msgspec.convert(config["keys"], Keys))
 
     def kill(self) -> None:
-        """It ends with the benchmark."""
+        """Do nothing: the simulated agent ends with the benchmark."""
 
 
 class NoController:
-    """Nobody asks for engines."""
+    """A replacement for the controller: the benchmark needs no engines."""
 
     connection, process = "{}", ""
 
     async def start(self) -> None:
-        """There is none."""
+        """Do nothing: there is no process to start."""
 
     async def stop(self) -> None:
-        """There is none."""
+        """Do nothing: there is no process to stop."""
 
 
 async def here(_spec: HostSpec, _launcher: str) -> tuple[str, str]:
-    """All hosts are this machine."""
+    """Report each host as this machine."""
     return "127.0.0.1", ""
 
 
 def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
-    """Be the driver; tell the parent of each event that stands for something, and answer its questions."""
+    """Run the driver, pass agents' starts to the players, and answer the parent's questions."""
 
-    def tell(*order: Any) -> None:
+    def send(*order: Any) -> None:
         players[hash_of(order[1]) % len(players)].send(order)
 
     taken: list[tuple[float, float, str]] = []
@@ -78,7 +78,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
     decisions.step = timed
     dependencies = Dependencies(
         locate=here,
-        agent_for=lambda spec, _local, _settings, _on_stop, number: SimulatedAgent(tell, spec.name, number),
+        agent_for=lambda spec, _local, _settings, _on_stop, number: SimulatedAgent(send, spec.name, number),
         controller=lambda *_, **__: NoController(),
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -101,5 +101,5 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
 
 
 def hash_of(name: str) -> int:
-    """The same for a host and all of its workers."""
+    """Return the same number for a host and all of its workers."""
     return int(name.partition("/")[0].removeprefix("host"))

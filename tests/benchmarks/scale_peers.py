@@ -23,30 +23,30 @@ from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import Relay
 
 RARELY = 1.0  # seconds between two reports of a rank that is not 0
-STORM = 0.02  # seconds within which the others raise
+STORM = 0.02  # seconds within which all other workers raise
 
 
 class Lane:
-    """A worker's socket: it ends at the agent, in the same process."""
+    """A worker's socket, which ends at the agent in the same process."""
 
     def __init__(self, relay: Relay, name: str) -> None:
         self._relay, self._name = relay, name.encode()
-        self.came: deque[list[bytes]] = deque()
+        self.arrived: deque[list[bytes]] = deque()
 
     def send_multipart(self, frames: Sequence[bytes], _flags: int = 0) -> None:
         self._relay.take(self._name, frames, time.monotonic())
 
     def recv_multipart(self, _flags: int = 0) -> list[bytes]:
-        if not self.came:
+        if not self.arrived:
             raise zmq.Again
-        return self.came.popleft()
+        return self.arrived.popleft()
 
     def poll(self, _timeout: int, _flags: int) -> bool:
         return True
 
 
 class Peer(Client):
-    """An end of the link without a thread of its own, which counts what it sends."""
+    """One end of the link, without a thread, which counts the messages that it sends."""
 
     numbered = newest = all = 0
 
@@ -59,7 +59,7 @@ class Peer(Client):
         return bool(self._queue or self._reports) or time.monotonic() >= self._heartbeat_at
 
     def work(self) -> None:
-        """What the thread does in its turn."""
+        """Do one turn of the link's thread."""
         self._receive_batch(self.socket)
         self._flush(self.socket)
         if time.monotonic() >= self._heartbeat_at:
@@ -75,11 +75,11 @@ class Peer(Client):
 
 
 class Host:
-    """An agent, and the ends of its workers: a socket to the driver for all of them."""
+    """An agent and the ends of its workers, which share one socket to the driver."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, address: str, keys: Keys) -> None:
         self._at_end = ExitStack()
-        self.agent = Peer(address, keys, name, agent_messages.ToAgent, self._hear)
+        self.agent = Peer(address, keys, name, agent_messages.ToAgent, self._receive)
         self.agent.open(self.agent._connect(context, self._at_end))
         self.agent._relay_socket = self
         self.fd = int(self.agent.socket.getsockopt(zmq.FD))
@@ -87,18 +87,18 @@ class Host:
         self.peers: dict[bytes, Peer] = {}
         self.bundles = 0
 
-    def _hear(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         self.receive(message)
 
-    def add(self, name: str, hear: Callable[[Any], None]) -> Peer:
-        peer = self.peers[name.encode()] = Peer("", None, name, worker_messages.ToWorker, hear)
+    def add(self, name: str, receive: Callable[[Any], None]) -> Peer:
+        peer = self.peers[name.encode()] = Peer("", None, name, worker_messages.ToWorker, receive)
         peer.open(Lane(self.agent._relay, name))
         return peer
 
     def send_multipart(self, frames: list[bytes], _flags: int = 0) -> None:
-        """As the relay's own socket: to one of the workers."""
+        """Deliver to one of the workers, as the relay's own socket does."""
         if frames[0] in self.peers:
-            self.peers[frames[0]].socket.came.append(frames[1:])
+            self.peers[frames[0]].socket.arrived.append(frames[1:])
 
     @property
     def due(self) -> bool:
@@ -108,19 +108,19 @@ class Host:
     def work(self) -> None:
         self.agent.work()
         for peer in list(self.peers.values()):
-            if peer.due or peer.socket.came:
+            if peer.due or peer.socket.arrived:
                 peer.work()
         self.bundles += self.agent._relay.wait(time.monotonic()) == 0
         self.agent._send_to_driver(self.agent.socket)
 
 
 class Worker:
-    """It joins every world that it is told of, commits with every report, and leaves when it is to."""
+    """A worker that joins each world, commits with each report, and leaves when asked to."""
 
     def __init__(self, w: WorkerId, link: Callable[[str, Callable[[Any], None]], Peer]) -> None:
         self.id, self.job, self.generation, self.left, self.commit = w, "", 0, 0, 0
-        self.speaks = False  # it is rank 0
-        self.link = link(f"worker/{w}", self._hear)
+        self.speaks = False  # whether it is rank 0
+        self.link = link(f"worker/{w}", self._receive)
         self.link.send(worker_messages.WorkerProgress(w, 0, 0, {}))
         self.link.send(worker_messages.WorkerHello(w, 1, str(w)))
 
@@ -137,7 +137,7 @@ class Worker:
             self.left = self.generation
             self._ready()
 
-    def _hear(self, message: messages.Message) -> None:
+    def _receive(self, message: messages.Message) -> None:
         match message:
             case worker_messages.Formation(generation=generation) if generation > max(self.left, self.generation):
                 self.generation = generation
@@ -170,7 +170,7 @@ class Players:
     """All simulated agents and workers of one process."""
 
     def __init__(self, orders: Connection, parent: Connection, rate: float) -> None:
-        self._orders, self._parent, self._every = orders, parent, 1 / rate
+        self._from_driver, self._parent, self._every = orders, parent, 1 / rate
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 20_000)
         self._epoll = select.epoll()
@@ -191,24 +191,24 @@ class Players:
             due = {fd for fd, host in self._hosts.items() if host.due}
             for fd in (active | due) & self._hosts.keys():
                 self._hosts[fd].work()
-            # an edge of a descriptor may be lost when something is sent: look again at who has just worked
+            # Sending may lose an edge of a descriptor: hosts that have just worked are polled again.
             ready = {fd for fd, _ in self._epoll.poll(0.005)}
-            if self._orders.fileno() in ready:
-                self._obey(self._orders.recv())
+            if self._from_driver.fileno() in ready:
+                self._execute(self._from_driver.recv())
             if self._parent.fileno() in ready:
-                self._obey(self._parent.recv())
+                self._execute(self._parent.recv())
             active = ready | due
 
-    def _obey(self, order: tuple[Any, ...]) -> None:
+    def _execute(self, order: tuple[Any, ...]) -> None:
         match order:
             case ("agent", host, number, address, keys):
                 self._start(host, number, address, keys)
             case ("kill", w) if w in self._workers:
                 self._kill(self._workers.pop(w))
             case ("storm",):
-                everybody = [worker for worker in self._workers.values() if worker.generation]
-                for number, worker in enumerate(everybody):
-                    self._after(STORM * number / len(everybody), worker.fail)
+                members = [worker for worker in self._workers.values() if worker.generation]
+                for number, worker in enumerate(members):
+                    self._after(STORM * number / len(members), worker.fail)
             case ("event", w) if w in self._workers:
                 worker = self._workers[w]
                 worker.link.send(ev.StoreOffered(worker.id, worker.generation, "127.0.0.1:1"))

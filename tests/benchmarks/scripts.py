@@ -1,12 +1,12 @@
-"""Scripts here and under torchrun alone: `python -m tests.benchmarks.scripts [--json FILE] [--quick]`.
+"""Scripts under nbelastic and under torchrun: `python -m tests.benchmarks.scripts [--json FILE] [--quick]`.
 
-The same script, which saves a checkpoint after every step, with four gloo workers; one is killed again and again. Both are
-judged by the same code from the script's own lines.
+Both run the same script with four gloo workers; it saves a checkpoint after each step. One worker is killed again and
+again. The same code measures both, from the lines that the script prints.
 
-kill: next   from SIGKILL of a random worker to the first completed step of a worker that was started after it
-start        from the order (ours: in a running cluster; torchrun: the command) to the first step
-join         from the start of a terminal's torchrun, with one worker, to the first step at the new size
-alone        the same torchrun over its own rendezvous, a world of one, beside the four that train: to its first step
+- `kill: next`: from SIGKILL of a random worker to the first step of a worker that was started afterwards.
+- `start`: from the request to the first step. nbelastic's cluster runs already; torchrun's time begins at its command.
+- `join`: from the start of a terminal's torchrun, with one worker, to the first step at the new size.
+- `alone`: the time to the first step of the same torchrun with its own rendezvous, while the other four train.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOK = 0.02  # seconds
 PAUSE = 0.01  # seconds after each step
 PATIENCE = 60.0
 ALONE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=1000")
-# With its default, one store for all restarts, gloo ranks find addresses of the dead and no kill is survived.
+# By default all restarts share one store: gloo ranks find addresses of dead ranks, and torchrun survives no kill.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -48,14 +48,14 @@ def found(look: Callable[[], Any], what: str) -> Any:
 
 
 def members(folder: str, world: int = N) -> list[int]:
-    """The processes that have just made a step together, if there are `world` of them."""
+    """Return the processes that have just made a step together, if there are `world` of them."""
     recent: Steps = [step for step in steps_in(folder) if step["t"] > time.time() - 0.5]
     pids = {step["pid"] for step in recent if step["world"] == world}
     return sorted(pids) if len(pids) == world == len({step["pid"] for step in recent}) else []
 
 
 def kills(folder: str, count: int) -> list[float]:
-    """Seconds from each kill to the next step."""
+    """Return the seconds from each kill to the next step."""
     took = []
     for _ in range(count):
         pids = found(lambda: members(folder), "a world of full size")

@@ -1,7 +1,7 @@
-"""What the state costs with 25 M parameters: `python -m tests.benchmarks.state [--json FILE] [--only CASE …] [--quick]`.
+"""The cost of the state with 25 M parameters: `python -m tests.benchmarks.state [--json FILE] [--only CASE …] [--quick]`.
 
-Four gloo workers, SGD with momentum (200 MB of state a rank). What a floor or a peer is meant by is measured in the same
-run, in turn with ours. Milliseconds, unless the name says otherwise.
+Four gloo workers train with SGD and momentum (200 MB of state per rank). Lower bounds and other systems are measured
+in the same run, alternating with nbelastic. Times are in milliseconds, unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Figures = dict[str, list[float]]
 
 
 def every_step(rounds: int) -> Figures:
-    """A commit after each step, and the same steps without any, in turn."""
+    """Measure steps with and without a commit after each, alternating."""
     found: Figures = {"step": [], "commit": [], "step without": [], "MB": [], "MB without": []}
     for _ in range(3):
         for every, name in ((0, " without"), (1, "")):
-            with nbe.Cluster(f"localhost:{N}", min=N) as cluster:  # a new one, for the sake of the memory
+            with nbe.Cluster(f"localhost:{N}", min=N) as cluster:  # a new cluster, because memory is measured
                 ranks = cluster.run(state_programs.commits, rounds, every).result(timeout=300)
             found[f"step{name}"] += ranks[0]["step"][3:]
             found[f"MB{name}"] += [rank["MB"] for rank in ranks]
@@ -33,15 +33,15 @@ def every_step(rounds: int) -> Figures:
 
 
 def every_tenth(rounds: int) -> Figures:
-    """A commit every ten steps: the copy of 200 MB, and the same bytes copied bare after each."""
+    """Measure a commit every ten steps, which copies 200 MB, and a bare copy of the same bytes after each."""
     with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
         rank = cluster.run(state_programs.commits, rounds, 10).result(timeout=600)[0]
-    commit, bare = rank["commit"][2:], rank["memcpy"][2:]  # the first allocate
+    commit, bare = rank["commit"][2:], rank["memcpy"][2:]  # the first ones allocate memory
     return {"commit": commit, "memcpy": bare, "bandwidth, ratio": [b / c for b, c in zip(bare, commit, strict=True)]}
 
 
 def gpu(rounds: int) -> Figures:
-    """The copy of 200 MB from a GPU, and the same bytes bare into pinned memory."""
+    """Measure the copy of 200 MB from a GPU, and a bare copy of the same bytes into pinned memory."""
     if not Path("/dev/nvidia0").exists():
         print("gpu          skipped: there is none here", flush=True)
         return {}
@@ -52,7 +52,7 @@ def gpu(rounds: int) -> Figures:
 
 
 def words(seconds: float) -> Figures:
-    """Microseconds of a commit of a counter, with and without a change being agreed on."""
+    """Measure commits of a counter in microseconds, with and without a reconfiguration under way."""
     with nbe.Cluster(f"localhost:{N}", min=1, cooldown=(0, 0)) as cluster:
         cluster.wait(N, timeout=60)
         quiet = cluster.run(state_programs.words, seconds).result(timeout=60)[0]
@@ -60,7 +60,7 @@ def words(seconds: float) -> Figures:
 
 
 def sync(rounds: int) -> Figures:
-    """The state to all other ranks, and to one; against the same bytes bare."""
+    """Measure the transfer of the state to all other ranks and to one, against the same bytes bare."""
     with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
         found: Figures = cluster.run(state_programs.sync, rounds).result(timeout=300)[0]
     for name in ("all", "one"):
@@ -69,7 +69,7 @@ def sync(rounds: int) -> Figures:
 
 
 def kill(count: int) -> Figures:
-    """SIGKILL to the next step, and the floor of it: a bare group and a step of three ranks that stand ready."""
+    """Measure SIGKILL to the next step, and its lower bound: a bare group and a step of three ranks that are ready."""
     with nbe.Cluster(f"localhost:{N - 1}", min=N - 1) as cluster:
         bare = cluster.run(state_programs.floor, 10).result(timeout=300)[0]
     found = recovery.faults(signal.SIGKILL, count, 3.0, programs.record_large_steps)
@@ -79,9 +79,9 @@ def kill(count: int) -> Figures:
 
 
 def planned(count: int) -> Figures:
-    """A worker added and removed, 3 to 4 and back: the longest of the three gaps between steps around the change.
+    """Add and remove a worker, from 3 to 4 and back; measure the longest of three gaps between steps at each.
 
-    Four workers on two cores take longer for a step than three do: undisturbed steps are those of four.
+    Four workers on two cores take longer per step than three: undisturbed steps are those of four.
     """
     with recovery.training(f"localhost:{N - 1}", programs.record_large_steps, min=1) as (cluster, folder):
         cluster.wait(N - 1, timeout=60)

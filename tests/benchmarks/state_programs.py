@@ -1,4 +1,4 @@
-"""What `tests.benchmarks.state` runs on the workers: each function is a job's program."""
+"""The programs of `tests.benchmarks.state`: each function is a job's program."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def commits(rounds: int, every: int) -> dict[str, Any]:
-    """Each step and each commit timed (ms), `every` steps a commit; with 0 no commit at all. Memory at the end, in MB.
+    """Time each step and each commit in ms, with `every` steps per commit, 0 for none; memory at the end is in MB.
 
-    Where tensors are copied, as many bytes are copied bare after each commit.
+    Where tensors are copied, the same number of bytes is copied bare after each commit.
     """
     import psutil
     import torch
@@ -46,7 +46,7 @@ def commits(rounds: int, every: int) -> dict[str, Any]:
 
 
 def gpu_commits(rounds: int) -> dict[str, list[float]]:
-    """On one GPU: a commit every third step: how long the call takes, how long until the copy is there; the same bare."""
+    """Commit every third step on one GPU; time the call, the arrival of the copy, and a bare copy."""
     import torch
 
     model, optimizer = programs.large_model_and_optimizer()
@@ -78,7 +78,7 @@ def gpu_commits(rounds: int) -> dict[str, list[float]]:
 
 
 def words(seconds: float) -> dict[str, list[float]]:
-    """Microseconds of a commit of a counter, and of the part that counts it and looks for news; over `seconds`."""
+    """Time in µs, over `seconds`, a commit of a counter and its part that counts it and checks for requests."""
     state = nbe.ObjectState(step=0)
     found: dict[str, list[float]] = {"commit": [], "news": []}
 
@@ -103,7 +103,7 @@ def words(seconds: float) -> dict[str, list[float]]:
 
 
 def sync(rounds: int) -> dict[str, Any]:
-    """A state's way from rank 0 to all others and to the last one only, and the same bytes bare, in turn (ms)."""
+    """Send a state from rank 0 to all ranks and to the last one, and the same bytes bare; times are in ms."""
     import torch
     import torch.distributed as dist
 
@@ -150,9 +150,9 @@ def sync(rounds: int) -> dict[str, Any]:
 
 
 def floor(rounds: int) -> list[float]:
-    """A bare gloo group formed anew over a fresh store, and one step of DDP in it (ms, the slowest rank counts).
+    """Form a bare gloo group over a fresh store and do one step of DDP; times are in ms, of the slowest rank.
 
-    The ranks stand ready when the clock starts; nobody needs anybody's state.
+    The ranks are ready when the clock starts, and no rank needs another one's state.
     """
     import torch
     import torch.distributed as dist

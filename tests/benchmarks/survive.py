@@ -1,10 +1,13 @@
-"""Parts of a cluster die under a training: `python -m tests.benchmarks.survive [--json FILE] [--quick]`.
+"""Parts of a cluster die during training: `python -m tests.benchmarks.survive [--json FILE] [--quick]`.
 
-`kernel`: SIGKILL, some steps without a driver, and another process attaches: seconds until it has the cluster (with and
-without its imports), until somebody makes a step, and until all workers train; how long the training stood still at the
-longest, with the kill and the attaching in it, against as long a time before; steps lost. `kernel and …`: a second part is killed with the kernel. `… alone`:
-a part is killed while its kernel lives; seconds until all train again, or until there is another controller. At the end of
-each case nothing is left running.
+Case `kernel`: the kernel is killed, the workers make some steps without a driver, and another process attaches. Times
+are in seconds. `attach` lasts until the new process has the cluster, with and without its imports; `next step` until a
+rank makes a step, and `whole` until all workers train. `stood still` is the longest time without a step around the
+kill and the attach, `undisturbed` the same for as long a time before. `steps lost` counts steps.
+
+Case `driver and …`: a second part is killed with kernel and driver. Case `… alone`: a part is killed while its kernel
+lives; `whole` lasts until all workers train again, or until there is another controller. At the end of each case no
+process is left.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ from tests.support.waiting import until, until_none
 
 WORLD = 4
 SPELL = 2.0  # seconds without a driver
-PATIENCE = 60.0  # seconds; what takes longer hangs
+PATIENCE = 60.0  # seconds; a wait that takes longer counts as a hang
 PARTS = ("worker", "agent", "template", "controller")
 
 
 def longest(steps: list[dict], begin: float, end: float) -> float:
-    """Seconds from one step of rank 0 to the next."""
+    """Return the longest time between two steps of rank 0, in seconds."""
     times = [line["t"] for line in steps if line["rank"] == 0 and begin <= line["t"] <= end]
     return max(b - a for a, b in itertools.pairwise(times))
 
@@ -46,7 +49,7 @@ def kill(victim: int) -> None:
 
 
 def lost(steps: list[dict]) -> float:
-    """Of what all made together: steps that nobody made, or that one process made twice."""
+    """Count the steps below the newest that no rank made, and those that one process made twice."""
     numbers = {line["step"] for line in steps}
     twice = len(steps) - len({(line["pid"], line["step"]) for line in steps})
     return float(max(numbers) - len(numbers) + twice)
@@ -54,7 +57,7 @@ def lost(steps: list[dict]) -> float:
 
 @contextmanager
 def kept(hosts: str) -> Iterator[Kernel]:
-    """A kernel with a kept cluster on which all train; at the end another one ends all."""
+    """Run a kernel with a kept cluster on which all workers train; at the end attach to it and stop it."""
     with tempfile.TemporaryDirectory() as folder:
         kernel = Kernel(f"survive-{os.getpid()}", Path(folder) / "steps", hosts).ready()
         yield kernel
@@ -96,8 +99,8 @@ def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
     return found
 
 
-def nobody(rounds: int) -> dict[str, list[float]]:
-    """Kill the kernel, and then a worker again and again, while nobody is attached."""
+def unattended(rounds: int) -> dict[str, list[float]]:
+    """Kill the kernel, and then a worker again and again, while no client is attached."""
     found: dict[str, list[float]] = {"next step": [], "whole": [], "steps lost": []}
     with kept(f"localhost:{WORLD}") as kernel:
         all_train(kernel, time.time())
@@ -136,20 +139,20 @@ def alone(rounds: int, part: str) -> dict[str, list[float]]:
 
 
 def all_train(kernel: Kernel, since: float) -> None:
-    """Wait until all have made a step together, after `since`."""
+    """Wait until all workers have made a step together after `since`."""
 
-    def there() -> bool:
+    def is_whole() -> bool:
         made = {line["pid"] for line in kernel.steps() if line["world"] == WORLD and line["t"] > since}
         return len([pid for pid in made if alive(pid)]) == WORLD
 
-    until(there, PATIENCE, f"{WORLD} workers to train")
+    until(is_whole, PATIENCE, f"{WORLD} workers to train")
 
 
 def cases(part: int) -> Cases:
     rounds = max(3, 20 // part)
     with_another = {f"driver and {name}": partial(survive, rounds, name) for name in PARTS}
     by_itself = {f"{name} alone": partial(alone, rounds, name) for name in PARTS}
-    return {"kernel": partial(survive, rounds), "nobody": partial(nobody, rounds), **with_another, **by_itself}
+    return {"kernel": partial(survive, rounds), "nobody": partial(unattended, rounds), **with_another, **by_itself}
 
 
 if __name__ == "__main__":

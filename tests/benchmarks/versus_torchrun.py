@@ -1,14 +1,14 @@
-"""nbelastic beside torchrun and torchft: `python -m tests.benchmarks.versus_torchrun [--json FILE] [--quick]`.
+"""nbelastic compared with torchrun and torchft: `python -m tests.benchmarks.versus_torchrun [--json FILE] [--quick]`.
 
-The same model, the same faults, interleaved: a round is a fresh start of each system, a time undisturbed, then kills.
-All are judged by the same code from the same kind of file, a line for every step that a process completes:
+All train the same model with the same faults, interleaved: a round is a fresh start of each system, a time without
+faults, then kills. The same code measures all, from files with one line per step that a process completes:
 
-start        from starting the command in a fresh interpreter to the first step of a world of full size
-steps/s      undisturbed at full size: ours commits every step, torchrun's script saves a checkpoint every 20
-kill: next   from SIGKILL of a random rank (0 every fourth time) to the first completed step of a world that was formed
-             after it: a smaller one, or one with a process that had not completed a step before the kill
-kill: full   ... to the first step at full size, every member of which goes on to complete steps
-kill: lost   steps done before the kill that were done again, by step number
+- `start`: from starting the command in a fresh interpreter to the first step of a world of full size.
+- `steps/s`: without faults at full size. nbelastic commits every step; torchrun's script saves a checkpoint every 20.
+- `kill: next`: from SIGKILL of a random rank (0 every fourth time) to the first step of a world formed after it.
+  Such a world is smaller, or has a process that had completed no step before the kill.
+- `kill: full`: from the kill to the first step at full size, if every member of that world completes steps.
+- `kill: lost`: steps done before the kill that were done again, by step number.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import psutil
 from tests.benchmarks.peers.running import private_network, started
 from tests.benchmarks.recovery import N, Steps, show, steps_in
 
-PATIENCE = 90.0  # seconds; a system that has not gone on by then has failed
-LOOK = 0.25  # seconds between two looks at the files: reading them takes time from the two cores
+PATIENCE = 90.0  # seconds; a system without a next step by then has failed
+LOOK = 0.25  # seconds between two reads of the files, because reading takes time from the two cores
 CASES = ("start", "undisturbed", "kill")
 Values = dict[str, list[float]]
 T = TypeVar("T")
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class System:
-    """What is compared: `command` is followed by the folder of its step files, and perhaps by the number of workers."""
+    """A system to compare; its files' folder follows `command`, and then, if `counted`, the number of workers."""
 
     name: str
     command: tuple[str, ...]
@@ -74,7 +74,7 @@ def systems(torchft_python: str) -> dict[str, System]:
         *("--nproc-per-node", str(N), "--max-restarts", "100", "--monitor-interval", "0.1"),
         *("-m", "tests.benchmarks.peers.plain_ddp"),
     )
-    # With its default, one store for all restarts, gloo ranks find addresses of the dead and no kill is survived.
+    # By default all restarts share one store: gloo ranks find addresses of dead ranks, and torchrun survives no kill.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     found = [
         System("nbelastic", (sys.executable, "-m", "tests.benchmarks.peers.ours")),
@@ -85,7 +85,7 @@ def systems(torchft_python: str) -> dict[str, System]:
 
 
 def why_not(system: System, every_interface: bool) -> str | None:
-    """Why this system cannot be run here."""
+    """Return why this system cannot be run here."""
     if system.name == "nbelastic":
         return None
     if not private_network() and not every_interface:
@@ -108,16 +108,16 @@ def wait_for(look: Callable[[], T | None], what: str) -> T:
 
 
 def members(steps: Steps, now: float) -> dict[int, int] | None:
-    """Rank to pid of the world that trains, if it has full size: N processes, each with a step in the last second."""
+    """Return rank to pid of the world that trains, if it has full size: N processes with a step in the last second."""
     last = {step["pid"]: step for step in steps if step["t"] > now - 1}
     found = {step["rank"]: pid for pid, step in last.items() if step["world"] == N}
     return found if len(found) == len(last) == N else None
 
 
 def after_kill(steps: Steps, kill: Kill) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first step of a world formed after the kill, and the first at full size; None as long as one is not there.
+    """Return the first step of a world formed after the kill, and the first at full size; None if one is missing.
 
-    A step of the old world that was under way at the kill may still be completed by a survivor: it does not count.
+    A survivor may complete a step of the old world that was under way at the kill: that step does not count.
     """
     before = {step["pid"] for step in steps if step["t"] <= kill.at}
     later = [step for step in steps if step["t"] > kill.at and step["pid"] != kill.pid]
@@ -132,13 +132,13 @@ def after_kill(steps: Steps, kill: Kill) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def lost(steps: Steps, after: dict[str, Any]) -> float:
-    """How many of the steps that anybody had completed before the new world's first were done again."""
+    """Count the steps that were completed before the new world's first step and done again."""
     reached = max(step["step"] for step in steps if step["t"] < after["t"])
     return float(max(0, reached - (after["step"] - 1)))
 
 
 def kill_one(folder: str, rank_0: bool) -> Kill:
-    """Kill a member that has just completed a step; it is dead when this returns."""
+    """Kill a member that has just completed a step; it has ended when this returns."""
     by_rank = wait_for(lambda: members(steps_in(folder), time.time()), "a world of full size")
     victim = psutil.Process(by_rank[0] if rank_0 else random.choice(list(by_rank.values())))
     kill = Kill(time.time(), victim.pid)
@@ -148,15 +148,15 @@ def kill_one(folder: str, rank_0: bool) -> Kill:
 
 
 def one_round(system: System, plan: Plan, found: Values) -> None:
-    """Start it, leave it alone, strike it, end it. What is found stays in `found` when it fails later on."""
+    """Start the system, measure it without faults and with kills, and end it; `found` keeps a failed round's values."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         with started(system.arguments(folder), system.environment):
             first = wait_for(
                 lambda: next((step for step in steps_in(folder) if step["world"] == N), None), f"{system.name} starts"
             )
-            if (told := Path(folder) / "began").exists():  # a service that is there before had to be started first
-                began = float(told.read_text())
+            if (began_file := Path(folder) / "began").exists():  # its service had to be started first
+                began = float(began_file.read_text())
             found["start"] = [first["t"] - began]
             if "undisturbed" in plan.cases:
                 found["steps/s"] = [undisturbed(folder, plan.undisturbed)]
@@ -188,7 +188,7 @@ def kill_once(system: System, folder: str, rank_0: bool, found: Values) -> None:
 
 
 def compare(chosen: list[System], plan: Plan) -> tuple[dict[str, Values], dict[str, list[str]]]:
-    """All rounds, one system after the other in each; the values, and what each failed to do."""
+    """Run all rounds, one system after the other in each; return the values, and the failures of each system."""
     values: dict[str, Values] = {system.name: {} for system in chosen}
     failed: dict[str, list[str]] = {system.name: [] for system in chosen}
     for number in range(plan.rounds):
@@ -208,7 +208,7 @@ def compare(chosen: list[System], plan: Plan) -> tuple[dict[str, Values], dict[s
 
 
 def ratios(values: dict[str, Values]) -> dict[str, float]:
-    """Medians, the peers' against ours: above 1 we are faster (steps/s: ours against theirs)."""
+    """Return ratios of medians, the other system's to nbelastic's (steps/s inverted): above 1 nbelastic is faster."""
     ours, found = values["nbelastic"], {}
     for name, peer in values.items():
         for case in ours if name != "nbelastic" else ():
@@ -218,8 +218,8 @@ def ratios(values: dict[str, Values]) -> dict[str, float]:
     return found
 
 
-def said_of(chosen: list[System]) -> dict[str, Any]:
-    """What was compared, where."""
+def environment_of(chosen: list[System]) -> dict[str, Any]:
+    """Return what was compared, and where."""
     versions = {"torch": importlib.metadata.version("torch"), "python": sys.version.split()[0]}
     if torchft := next((system for system in chosen if system.name == "torchft"), None):
         code = "from importlib.metadata import version as v; print(v('torchft-nightly'), 'with torch', v('torch'))"
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--torchft", default=sys.executable, metavar="PYTHON", help="a Python that has torchft-nightly")
     parser.add_argument("--every-interface", action="store_true", help="let the peers listen where others reach them")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the systems are ended too
     cases = tuple(options.only) or CASES
     plan = Plan(1, 2, 3.0, cases) if options.quick else Plan(options.rounds, 4, 5.0, cases)
     chosen = []
@@ -249,7 +249,7 @@ def main() -> None:
             print(f"{system.name}: skipped: {why}")
         else:
             chosen.append(system)
-    setup = said_of(chosen)
+    setup = environment_of(chosen)
     print(*(f"{name} {value}" for name, value in setup.items()), sep=", ", flush=True)
     values, failed = compare(chosen, plan)
     for name, found in values.items():

@@ -1,1 +1,1 @@
-"""The systems that are compared, each a command that trains the same model for ever and writes the same step files."""
+"""The systems that are compared: each is a command that trains the same model and writes step files until SIGTERM."""

@@ -1,4 +1,4 @@
-"""nbelastic, as a script would use it: `python -m tests.benchmarks.peers.ours FOLDER WORKERS`, until SIGTERM."""
+"""nbelastic as a script uses it: `python -m tests.benchmarks.peers.ours FOLDER WORKERS`, until SIGTERM."""
 
 from __future__ import annotations
 

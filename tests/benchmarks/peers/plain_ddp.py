@@ -1,4 +1,4 @@
-"""What a user of torchrun writes: DDP, and a checkpoint every 20 steps that every start begins from.
+"""What a user of torchrun writes: DDP, with a checkpoint every 20 steps, from which each start continues.
 
 torchrun starts it: `-m tests.benchmarks.peers.plain_ddp FOLDER`.
 """
@@ -39,7 +39,7 @@ def main() -> None:
         if rank == 0 and step % EVERY == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, partial := checkpoint.with_suffix(".partial"))
-            os.replace(partial, checkpoint)  # a kill in the middle of a save leaves the checkpoint before it
+            os.replace(partial, checkpoint)  # a kill during a save keeps the checkpoint before
         time.sleep(programs.SLEEP)
 
 

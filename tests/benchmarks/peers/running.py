@@ -1,4 +1,4 @@
-"""Starts a system that is compared, and ends it with everything that it started."""
+"""Start a system that is compared, and end it with all processes that it started."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[3]
-MARK = "NBELASTIC_BENCHMARK"  # in the environment of everything that is started: what is left over is found by it
-# torchrun's stores and torchft's servers listen on every interface. Here loopback is the only one, and this
-# machine's name is that of loopback, whatever it is outside.
+MARK = "NBELASTIC_BENCHMARK"  # in the environment of each started process, to find leftovers
+# torchrun's stores and torchft's servers listen on every interface. Inside, loopback is the only one, and this
+# machine's name is loopback's, whatever it is outside.
 ALONE = ("unshare", "--user", "--map-root-user", "--net", "--uts", "sh", "-c")
 ALONE_SCRIPT = 'ip link set lo up && hostname localhost && exec "$@"'
 
 
 @cache
 def private_network() -> tuple[str, ...]:
-    """What to put before a command so that it sees no interface but loopback; nothing where that cannot be had."""
+    """Return the command prefix that hides all interfaces but loopback; empty where that is not possible."""
     before = (*ALONE, ALONE_SCRIPT, "sh")
     try:
         done = subprocess.run([*before, "true"], capture_output=True, timeout=10, check=False)
@@ -35,13 +35,13 @@ def private_network() -> tuple[str, ...]:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The same for every system: one thread a worker (torchrun's own default), gloo over loopback."""
+    """Return the same environment for every system: one thread per worker (torchrun's default), gloo over loopback."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **extra}
 
 
 @contextmanager
 def started(command: Sequence[str], extra: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The command in a session of its own; at the end SIGTERM, then a look for what is left: it is killed and said."""
+    """Run the command in its own session; at the end send SIGTERM, then kill and report the processes that are left."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -69,7 +69,7 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
         process.wait(timeout=30)
     except subprocess.TimeoutExpired:
         print(f"process {process.pid} did not end within 30 s of SIGTERM: it is killed", flush=True)
-    # What dies in a moment, such as a child that watches its parent, is no leftover.
+    # A process that ends in a moment, such as a child that watches its parent, is not a leftover.
     _, alive = psutil.wait_procs(marked(mark), timeout=2)
     for left in alive:
         print(f"left over and killed: {left.pid} {' '.join(cmdline(left))[:100]}", flush=True)
@@ -84,7 +84,7 @@ def marked(mark: str) -> list[psutil.Process]:
         try:
             if process.environ().get(MARK) == mark:
                 found.append(process)
-        except psutil.Error:  # gone meanwhile, or another user's
+        except psutil.Error:  # it has ended, or is another user's
             continue
     return found
 

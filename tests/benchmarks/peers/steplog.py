@@ -1,4 +1,4 @@
-"""The line that every peer writes for every completed step: the same as `programs.record_steps` writes."""
+"""The line that every peer writes for each completed step: the same as `programs.record_steps` writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class StepLog:
-    """One file a process, in `folder`; every line is on its way to the disk before the next step begins."""
+    """One file per process in `folder`; each line is written to the file before the next step begins."""
 
     def __init__(self, folder: str) -> None:
         self._file = (Path(folder) / f"{os.getpid()}.jsonl").open("a", buffering=1)

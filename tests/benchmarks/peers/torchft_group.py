@@ -1,7 +1,7 @@
-"""torchft's lighthouse and its replicas, each started again when it dies: `… torchft_group FOLDER REPLICAS`, until SIGTERM.
+"""torchft's lighthouse and its replicas, restarted when they die: `… torchft_group FOLDER REPLICAS`, until SIGTERM.
 
-The lighthouse has the settings of torchft's README. It is a service that runs before any training does, so the file
-`began` says when the replicas were started.
+The lighthouse has the settings of torchft's README. It is a service that runs before the training, so the file `began`
+holds the time at which the replicas were started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchft.coordination import LighthouseServer
 
-LOOK = 0.1  # seconds between two looks for the dead: as often as torchrun looks
+LOOK = 0.1  # seconds between two checks for dead replicas, as in torchrun
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""One torchft replica, a process of its own as in its DDP example: `… torchft_replica FOLDER NUMBER LIGHTHOUSE`.
+"""One torchft replica in its own process, as in its DDP example: `… torchft_replica FOLDER NUMBER LIGHTHOUSE`.
 
-The time-outs are that example's: 5 s for gloo, 30 s for the manager.
+The timeouts are those of the example: 5 s for gloo, 30 s for the manager.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.benchmarks.peers.steplog import StepLog
 
 
 def store_on_loopback() -> TCPStore:
-    """The store that a replica's manager wants: torchrun would bring one, for all the world to reach."""
+    """Return the store that a replica's manager needs: torchrun's would be reachable from other machines."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -57,14 +57,14 @@ def main() -> None:
     while True:
         before = manager.current_step()
         one_step(ddp, optimizer)
-        if manager.is_participating() and manager.current_step() > before:  # it was committed, not given up
+        if manager.is_participating() and manager.current_step() > before:  # the step was committed
             rank, world = manager.participating_rank(), manager.num_participants()
             log.write(step=manager.current_step(), rank=rank, world=world)
         time.sleep(programs.SLEEP)
 
 
 def one_step(ddp: Any, optimizer: Any) -> None:
-    """As `programs.one_step`, but zero_grad comes first: there torchft begins to ask for its quorum."""
+    """Do one step like `programs.one_step`, but begin with zero_grad: there torchft begins to ask for its quorum."""
     optimizer.zero_grad()
     x = torch.randn(32, programs.SIZE[0])
     (ddp(x) - x).pow(2).mean().backward()
