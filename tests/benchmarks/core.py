@@ -130,7 +130,7 @@ def day(workers: int) -> Cluster:
 
 
 def numbers(times: list[float]) -> dict[str, float]:
-    """Return minimum, median and maximum in milliseconds."""
+    """Return the count, and the minimum, median and maximum in milliseconds."""
     ms = [time * 1000 for time in times]
     return {"events": len(ms), "min": min(ms), "median": statistics.median(ms), "max": max(ms)}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 MOST_WORDS = 25  # in a sentence
 WORDS_OF_A_TEXT = 3  # spaces after words from which a string literal is a sentence
+MOST_STATEMENTS = 2  # of a string literal that is a sentence and parses as Python all the same
 BANNED = {  # pattern: what to write instead
     r"strikes?|strik(?:es|ing) against": "failure",
     r"pardon(?:s|ed)?|forgiv(?:es?|en)": "clear",
@@ -111,10 +112,18 @@ def texts_in(tree: ast.Module) -> Prose:
                 pass
             case _:
                 continue
-        if len(re.findall(r"[a-z]{2,}[,.:;]? ", text)) >= WORDS_OF_A_TEXT and not re.search(
-            r"^(?:#!|import |from )|[{};]\s*\n", text
-        ):
+        if len(re.findall(r"[a-z]{2,}[,.:;]? ", text)) >= WORDS_OF_A_TEXT and not is_code(text):
             yield node.lineno, text
+
+
+def is_code(text: str) -> bool:
+    """Whether a string literal is code: a program in Python of several statements, or another language's by its signs."""
+    if re.search(r"^(?:#!|import |from )|[{};]\s*\n", text):
+        return True
+    try:
+        return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text))) > MOST_STATEMENTS
+    except (SyntaxError, ValueError):
+        return False
 
 
 def plain(text: str) -> str:
