@@ -1,4 +1,4 @@
-"""An agent's process: when its link falls silent, and when it ends."""
+"""An agent's process: when its link becomes silent, and when it ends."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def configured(folder: Path, **given: Any) -> Config:
     )
 
 
-def test_an_agent_whose_main_thread_hangs_falls_silent_and_then_ends(tmp_path: Path) -> None:
-    """Its link's thread runs, but sends nothing: the driver must not wait for an agent that does not act."""
+def test_an_agent_whose_main_thread_hangs_becomes_silent_and_ends(tmp_path: Path) -> None:
+    """An agent whose main thread hangs sends nothing, although its link's thread runs, and ends."""
     hangs = tmp_path / "hangs"
 
     async def story() -> None:
-        server = Server(Keys.make(), lambda _, message: heard.append(message), 0.1)
+        server = Server(Keys.make(), lambda _, message: received.append(message), 0.1)
         await server.start()
         config = configured(tmp_path, driver=server.address, keys=server._keys.for_clients())
         agent = subprocess.Popen([sys.executable, "-c", HANGING, hangs], stdin=subprocess.PIPE, stderr=subprocess.PIPE)  # noqa: ASYNC220
         try:
             agent.stdin.write(msgspec.json.encode(config) + b"\n")
             agent.stdin.flush()
-            await until_async(lambda: heard)
-            assert isinstance(heard[0], agent_messages.AgentHello)
+            await until_async(lambda: received)
+            assert isinstance(received[0], agent_messages.AgentHello)
             hangs.touch()
             await until_async(lambda: time.monotonic() - server.heard_at["agent/a~1"] > 0.5)
             assert agent.poll() is None
@@ -77,7 +77,7 @@ def test_an_agent_whose_main_thread_hangs_falls_silent_and_then_ends(tmp_path: P
             agent.communicate()
             await server.stop()
 
-    heard: list[object] = []
+    received: list[object] = []
     asyncio.run(story())
 
 
@@ -86,7 +86,7 @@ ALONE = "import sys; from nbelastic.agent import agent; agent.run(sys.stdin.buff
 
 @pytest.mark.parametrize("other", [None, "1@1 another"])
 def test_an_agent_that_no_driver_knows_ends_with_the_cluster(tmp_path: Path, other: str | None) -> None:
-    """Its driver was killed while it started the agent, then the cluster was stopped: no driver will end this agent."""
+    """An agent ends with the cluster if its driver was killed at its start and no other driver knows it."""
     driver_lease = named(tmp_path, 600.0)
     keys = Keys.make().for_clients()
     config = configured(tmp_path, driver="tcp://127.0.0.1:1", keys=keys, driver_lease=driver_lease)

@@ -26,7 +26,7 @@ def template():
 
 
 def test_a_template_that_dies_during_a_fork(template, monkeypatch):
-    """Its connection breaks; another template is started, and forks the process."""
+    """If the template dies during a fork, another template is started and forks the process."""
     old, makes, connected, connect = template(), [], threading.Event(), forkserver.connect_to_new_process
 
     def make():
@@ -53,7 +53,7 @@ def test_a_template_that_dies_during_a_fork(template, monkeypatch):
 
 
 def test_templates_that_die_each_time(template):
-    """After the last try the error is raised."""
+    """After the last try with a new template the error is raised."""
     makes = []
 
     class Dies:
@@ -68,7 +68,7 @@ def test_templates_that_die_each_time(template):
 
 
 def test_a_template_that_runs_but_closes_the_connection(template, monkeypatch):
-    """That is another fault, so there is no second try."""
+    """If a running template closes the connection, there is no second try."""
     monkeypatch.setattr("nbelastic.agent.fork.TEMPLATE_END_TIMEOUT", 0.1)
     makes = []
 

@@ -119,7 +119,7 @@ def test_without_a_gpu_or_a_driver_samples_are_empty_and_nvml_is_tried_once(mach
 
 
 def test_without_the_library_samples_are_empty(machine, monkeypatch):
-    """Its import is tried once, and not again if it is installed later."""
+    """Without the library samples are empty; its import is tried once."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     gpus = Gpus()
     assert gpus.read() == ()
@@ -144,7 +144,7 @@ def test_without_the_library_samples_are_empty(machine, monkeypatch):
     ],
 )
 def test_only_visible_gpus_are_sampled(machine, monkeypatch, visible, found):
-    """By index or by UUID, or its beginning, in the order of CUDA_VISIBLE_DEVICES."""
+    """Visible GPUs are sampled in the order of CUDA_VISIBLE_DEVICES, by index, UUID or the UUID's beginning."""
     machine(slices=("MIG-a",))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert Gpus().read() == found
@@ -171,7 +171,7 @@ def test_without_the_variable_all_gpus_are_visible():
 
 
 def test_sample_never_waits_for_nvml(machine):
-    """NVML takes seconds to load, and may hang if a GPU has a fault. The caller has workers to watch."""
+    """A sample never waits for NVML, which may take seconds or hang: the agent has workers to watch."""
     fake, gpus = machine(), Gpus()
     answers = threading.Event()
     fake.nvmlInit = answers.wait
@@ -196,7 +196,7 @@ def test_a_sample_was_read_since_the_last_call(machine):
 
 
 def test_an_agent_imports_no_nvml_before_its_first_sample():
-    """A process that has loaded it must not be forked, and a host without a GPU does not need it."""
+    """An agent imports NVML only for a sample: a process that has loaded it must not be forked."""
     code = "import sys, nbelastic.agent.agent; sys.exit('pynvml' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

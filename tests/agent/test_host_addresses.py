@@ -68,7 +68,7 @@ def test_without_a_route_to_the_driver_the_default_route_is_first():
 
 @pytest.mark.usefixtures("machine")
 def test_on_the_drivers_machine_loopback_is_first():
-    """First the given loopback address, or 127.0.0.1, then the external ones."""
+    """On the driver's machine the loopback address is first, then the external ones."""
     assert found("127.0.0.2", local=True)[:2] == ["127.0.0.2", "10.0.0.2"]
     assert found("10.0.9.9", local=True)[:2] == ["127.0.0.1", "10.0.0.2"]
     assert addresses_by_preference("127.0.0.2", local=True)[0] == Interface("lo", "127.0.0.2")
@@ -76,14 +76,14 @@ def test_on_the_drivers_machine_loopback_is_first():
 
 @pytest.mark.usefixtures("machine")
 def test_a_bridge_is_taken_if_it_reaches_the_driver():
-    """An agent may run in a container of the driver's machine."""
+    """A bridge is used if it reaches the driver, as for an agent in a container."""
     assert found("172.17.0.5")[0] == "172.17.0.1"
     assert "192.168.122.1" not in found("172.17.0.5")
 
 
 @pytest.mark.usefixtures("machine")
 def test_nics_name_the_interfaces_to_use():
-    """One, several, a comma-separated list, or a bridge: only these are used."""
+    """Only the named interfaces are used: one, several, a comma-separated list, or a bridge."""
     assert found("10.0.9.9", ["ib0"]) == ["192.168.5.2"]
     assert found("10.0.9.9", ["ib0, eth0"]) == ["10.0.0.2", "192.168.5.2", "fd00::2"]
     assert found("10.0.9.9", ["docker0", "eth1"]) == ["172.17.0.1", "10.1.0.2"]
@@ -93,20 +93,20 @@ def test_nics_name_the_interfaces_to_use():
 
 @pytest.mark.usefixtures("machine")
 def test_an_unknown_interface_is_an_error_with_the_known_ones():
-    """So a user sees the right name."""
+    """The error for an unknown interface lists the known ones."""
     with pytest.raises(OSError, match="there is no network interface eno1 here: it has lo, docker0, eth0"):
         addresses_by_preference("10.0.9.9", ["eth0", "eno1"])
 
 
 @pytest.mark.usefixtures("machine")
 def test_no_address_is_an_error():
-    """The error names the interface that is down."""
+    """If no interface has an address, the error names the interface that is down."""
     with pytest.raises(OSError, match="none of wlan0 is up with an address that other machines could reach"):
         addresses_by_preference("10.0.9.9", ["wlan0"])
 
 
 def test_this_machine_has_a_loopback_address():
-    """On the real network of the machine that runs the tests."""
+    """The machine that runs the tests has a loopback address."""
     assert addresses_by_preference("127.0.0.1", local=True)[0] == Interface("lo", "127.0.0.1")
     assert address_towards("127.0.0.1") == "127.0.0.1"
     for interface in addresses_by_preference("127.0.0.1", local=True):
@@ -114,6 +114,6 @@ def test_this_machine_has_a_loopback_address():
 
 
 def test_an_unknown_address_has_no_interface():
-    """The error names it."""
+    """The error for an address without an interface names the address."""
     with pytest.raises(OSError, match=r"no interface of this machine has the address 192\.0\.2\.77"):
         interface_of("192.0.2.77")

@@ -110,20 +110,20 @@ def test_one_host_reaches_another_at_each_address():
 
 
 def test_an_endpoint_is_an_address_and_a_port():
-    """IPv6 is in brackets, as ZeroMQ requires."""
+    """An endpoint is an address and a port, with IPv6 in brackets, as ZeroMQ requires."""
     assert endpoint("10.0.0.1", 7) == "tcp://10.0.0.1:7"
     assert endpoint("fd00::2", 7) == "tcp://[fd00::2]:7"
     assert address_of("tcp://[fd00::2]:7") == "fd00::2"
 
 
 def test_ipv6_is_reached_too():
-    """On the same port as IPv4."""
+    """IPv6 is reached on the same port as IPv4."""
     with running("gpu1", "127.0.0.1", "::1") as one:
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1", "::1")
 
 
 def test_an_address_without_a_listener_is_not_reached():
-    """The result comes at the timeout, with the addresses that were reached."""
+    """A probe of an address without a listener ends at the timeout, with the addresses that were reached."""
     with running() as one:
         dead = [f"tcp://127.0.0.9:{free_port()}", "tcp://192.0.2.77:9"]
         reached, took = ask(one, "gpu1", [dead[0], *one.endpoints, dead[1]], timeout=3.0)
@@ -132,19 +132,19 @@ def test_an_address_without_a_listener_is_not_reached():
 
 
 def test_another_host_at_the_address_does_not_count():
-    """Another host of this cluster may have the address, after its reuse or behind a NAT."""
+    """An address at which another host of the cluster answers is not reached."""
     with running("gpu1") as one, running("gpu3") as other:
         assert ask(one, "gpu2", other.endpoints, timeout=0.5)[0] == ()
 
 
 def test_a_probe_without_endpoints_ends_at_once():
-    """It reaches nothing."""
+    """A probe without endpoints ends at once and reaches no address."""
     with running() as one:
         assert ask(one, "gpu2", ())[0] == ()
 
 
 def test_a_host_of_another_cluster_is_not_reached():
-    """With other keys neither the question nor the answer arrives."""
+    """A host with the keys of another cluster is not reached."""
     with running("gpu1", keys=Keys.make().for_clients()) as stranger, running("gpu2") as other:
         assert ask(stranger, "gpu2", other.endpoints, timeout=0.5)[0] == ()
         assert ask(other, "gpu1", stranger.endpoints, timeout=0.5)[0] == ()
@@ -199,7 +199,7 @@ def test_a_slow_network_is_reached_in_time():
 
 
 def test_many_probes_at_once():
-    """Eight hosts that all probe one another get all their results."""
+    """Eight hosts that probe one another at once get all their results."""
     hosts = [Prober(f"gpu{n}", KEYS, ("127.0.0.1", f"127.0.1.{n}")) for n in range(1, 9)]
     for one in hosts:
         one.start()
@@ -215,7 +215,7 @@ def test_many_probes_at_once():
 
 
 def test_an_error_in_a_callback_is_logged(caplog):
-    """The prober goes on."""
+    """An error in a callback is logged, and the prober continues."""
     with running() as one:
         one.probe("gpu1", one.endpoints, 1.0, lambda _: 1 / 0)
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1",)
@@ -224,7 +224,7 @@ def test_an_error_in_a_callback_is_logged(caplog):
 
 
 def test_close_leaves_nothing_open():
-    """During probes: afterwards there is no thread, no descriptor, no port, and no late result."""
+    """After a close during probes there is no thread, no descriptor, no port, and no late result."""
     with running():
         pass  # what Python and ZeroMQ open once per process
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
@@ -246,13 +246,13 @@ def test_close_leaves_nothing_open():
 
 
 def test_a_missing_address_is_left_out():
-    """It may have been removed since it was found. The prober listens on the others."""
+    """A prober listens on its other addresses if one was removed."""
     with running("gpu1", "192.0.2.77", "127.0.0.6") as one:
         assert one.addresses == ("127.0.0.6",)
 
 
 def test_no_usable_address_is_an_error():
-    """The error names the host and the addresses; nothing stays open."""
+    """The error of a prober without a usable address names host and addresses, and nothing stays open."""
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=r"the prober of gpu1 can listen on none of its addresses \(192\.0\.2\.77"):
         Prober("gpu1", KEYS, ("192.0.2.77",)).start()
@@ -260,7 +260,7 @@ def test_no_usable_address_is_an_error():
 
 
 def test_a_port_that_is_taken_on_one_address_is_not_used(monkeypatch):
-    """The port must be free on all addresses, else the prober tries another one."""
+    """A prober tries another port if the first one is taken on one of its addresses."""
     taken = []
     bind = zmq.Socket.bind
 

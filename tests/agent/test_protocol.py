@@ -23,7 +23,7 @@ def with_worker():
 
 
 def test_a_worker_starts_and_ends():
-    """The driver receives both; child processes of the worker are killed."""
+    """The driver receives a worker's start and end, and the worker's child processes are killed."""
     agent = with_worker()
     assert (agent.workers, agent.newest) == (((W, 7),), {0: 1})
     assert agent.exited(W, -9) == [Send(ev.WorkerExited(W, -9)), Signal(W, kill=True)]
@@ -31,14 +31,14 @@ def test_a_worker_starts_and_ends():
 
 
 def test_a_worker_that_ends_at_once_is_reported():
-    """Its process has ended before the agent knew its pid."""
+    """A worker that ends before the agent knows its pid is reported."""
     agent = Protocol(30.0)
     agent.handle(agent_messages.Spawn(W, "/logs", "{}"), 0.0)
     assert agent.exited(W, 1) == [Send(ev.WorkerExited(W, 1))]
 
 
 def test_a_worker_that_ignores_sigterm_is_killed():
-    """After `KILL_AFTER`, at each check: just after its fork it has no process group yet."""
+    """A worker that ignores SIGTERM is killed after `KILL_AFTER`, at each check."""
     agent = with_worker()
     assert agent.handle(agent_messages.StopWorker(W, kill=False), 10.0) == [Signal(W, kill=False)]
     assert agent.check_states({W: "S"}, 10.0 + KILL_AFTER / 2) == []
@@ -47,32 +47,32 @@ def test_a_worker_that_ignores_sigterm_is_killed():
 
 
 def test_a_worker_is_killed_until_it_has_ended():
-    """At once, and at each check."""
+    """A kill is sent at once, and at each check until the worker has ended."""
     agent = with_worker()
     assert agent.handle(agent_messages.StopWorker(W, kill=True), 10.0) == [Signal(W, kill=True)]
     assert agent.check_states({W: "R"}, 10.0) == [Signal(W, kill=True)]
 
 
 def test_a_stop_of_an_ended_worker_is_answered():
-    """The driver may not have received its end."""
+    """A stop of an ended worker is answered: the driver may not have received the end."""
     assert Protocol(30.0).handle(agent_messages.StopWorker(W, kill=True), 0.0) == [Send(ev.WorkerExited(W, 0))]
 
 
-@pytest.mark.parametrize(("state", "said"), [("T", "stopped"), ("t", "traced")])
-def test_a_stopped_process_is_reported_once(state, said):
-    """After two checks in a row; again if it is stopped another time, and for a new driver."""
+@pytest.mark.parametrize(("state", "reason"), [("T", "stopped"), ("t", "traced")])
+def test_a_stopped_process_is_reported_once(state, reason):
+    """A stopped process is reported after two checks, and again for another stop or a new driver."""
     agent = with_worker()
     assert agent.check_states({W: state}, 1.0) == []
-    assert agent.check_states({W: state}, 1.1) == [Send(ev.WorkerFrozen(W, said))]
+    assert agent.check_states({W: state}, 1.1) == [Send(ev.WorkerFrozen(W, reason))]
     assert agent.check_states({W: state}, 1.2) == []
     assert agent.check_states({W: "S"}, 1.3) == agent.check_states({W: state}, 1.4) == []
-    assert agent.check_states({W: state}, 1.5) == [Send(ev.WorkerFrozen(W, said))]
+    assert agent.check_states({W: state}, 1.5) == [Send(ev.WorkerFrozen(W, reason))]
     assert agent.handle(messages.NewDriver(2), 1.6) == [SendHello()]
-    assert [agent.check_states({W: state}, at) for at in (1.7, 1.8)] == [[], [Send(ev.WorkerFrozen(W, said))]]
+    assert [agent.check_states({W: state}, at) for at in (1.7, 1.8)] == [[], [Send(ev.WorkerFrozen(W, reason))]]
 
 
 def test_a_process_in_uninterruptible_sleep_is_reported_after_a_while():
-    """With the seconds so far, and only while it lasts."""
+    """A process in uninterruptible sleep is reported with the seconds so far, only while the sleep lasts."""
     agent = with_worker()
     agent.check_states({W: "D"}, 1.0)
     agent.check_states({W: "D"}, 1.5)
@@ -83,7 +83,7 @@ def test_a_process_in_uninterruptible_sleep_is_reported_after_a_while():
 
 
 def test_an_older_driver_is_not_answered():
-    """Its message is late: another driver has taken over."""
+    """The late message of an older driver is ignored after another driver has taken over."""
     agent = Protocol(30.0)
     assert agent.handle(messages.NewDriver(3), 0.0) == [SendHello()]
     assert agent.handle(messages.NewDriver(2), 0.1) == []
@@ -91,7 +91,7 @@ def test_an_older_driver_is_not_answered():
 
 
 def test_the_highest_incarnation_of_a_slot_is_kept():
-    """Messages may come in any order; no incarnation is used twice."""
+    """The highest incarnation of a slot is kept, in whatever order messages come, so that none is used twice."""
     agent = with_worker()
     agent.handle(agent_messages.Spawn(NEXT, "/logs", "{}"), 0.0)
     agent.handle(agent_messages.Spawn(W, "/logs", "{}"), 0.0)
@@ -99,12 +99,12 @@ def test_the_highest_incarnation_of_a_slot_is_kept():
 
 
 def test_the_driver_stops_the_agent():
-    """The agent's process also ends its workers."""
+    """When the driver stops the agent, the agent also ends its workers."""
     assert with_worker().handle(agent_messages.StopAgent(), 0.0) == [End()]
 
 
 def test_the_lease():
-    """Without a driver the agent ends; workers have a minute more for a last checkpoint."""
+    """Without a driver the agent ends after the lease; workers have a minute more for a last checkpoint."""
     agent = with_worker()
     assert not agent.must_end(heard_at=10.0, now=40.0 + LAST_CHECKPOINT)
     assert agent.must_end(heard_at=10.0, now=40.1 + LAST_CHECKPOINT)
@@ -114,7 +114,7 @@ def test_the_lease():
 
 
 def test_the_cluster_has_ended():
-    """The agent ends at once without workers; workers have time for a last checkpoint, as at the end of the lease."""
+    """After the cluster's end an agent without workers ends at once; workers have time for a last checkpoint."""
     agent = with_worker()
     agent.cluster_ended = True
     assert not agent.must_end(heard_at=10.0, now=40.0 + LAST_CHECKPOINT)
@@ -123,7 +123,7 @@ def test_the_cluster_has_ended():
 
 
 def test_the_kernel_that_owns_the_cluster_has_ended():
-    """The driver must end everything; without a message from it, the agent soon ends by itself."""
+    """After the owner's end the agent gives the driver some time, and then ends by itself."""
     agent = with_worker()
     agent.owner_ended(20.0)
     agent.owner_ended(21.0)

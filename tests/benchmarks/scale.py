@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--workers", type=int, default=1000, help="in whole hosts of 8")
-    parser.add_argument("--rate", type=float, default=4.0, help="reports a second of rank 0; others make one")
+    parser.add_argument("--rate", type=float, default=4.0, help="reports per second of rank 0; other ranks make one")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each steady measurement")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -23,7 +23,7 @@ def as_rank(monkeypatch):
 
 
 class FakeSession:
-    """It records what a state reports to its session."""
+    """A session that records the reports of a state."""
 
     def __init__(self):
         self.facts = WorkerFacts()

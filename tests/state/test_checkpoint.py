@@ -1,4 +1,4 @@
-"""Checkpoints: saved and loaded, written beside the training, several in a folder; and a job's plan."""
+"""Checkpoints: saved and loaded, written while training continues, several in a folder; and a job's plan."""
 
 import itertools
 import os
@@ -25,8 +25,8 @@ def nothing_under_way():
 # ---- save and load ----
 
 
-def test_there_and_back(tmp_path):
-    """Model, buffers, Adam, scheduler, sampler, counters, and tensors of any type, shape and memory order are equal after a load."""
+def test_a_loaded_state_equals_the_saved_one(tmp_path):
+    """After a save and a load all contents are equal: model, optimizer, scheduler, sampler, counters, any tensor."""
     state = train(network(), 3)
     state.sampler.used = 4
     state.commit()
@@ -38,8 +38,8 @@ def test_there_and_back(tmp_path):
     assert other.commits == state.commits == 4
 
 
-def test_the_training_goes_on_as_if_nothing_had_been(tmp_path):
-    """Three steps, a save and three more steps give the same as three steps, a load elsewhere and the same three steps."""
+def test_training_continues_after_a_load_as_without_one(tmp_path):
+    """Training after a load makes the same steps as training without one."""
     one = train(network(), 3)
     write(one, tmp_path)
     other = train(network(seed=1), 1)
@@ -50,8 +50,8 @@ def test_the_training_goes_on_as_if_nothing_had_been(tmp_path):
     assert all(same(*pair) for pair in zip(contents(one), contents(other), strict=True))
 
 
-def test_what_follows_the_call_is_not_in_it(tmp_path, monkeypatch):
-    """`save` returns after it has copied: steps made while it writes do not change the checkpoint."""
+def test_later_steps_do_not_change_the_checkpoint(tmp_path, monkeypatch):
+    """A checkpoint holds the state at the call of `save`: steps during the write do not change it."""
     trained = threading.Event()
     write = checkpoint.write
 
@@ -84,7 +84,7 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 
 
 def test_a_state_s_own_methods(tmp_path, begun):
-    """`state.save()` and `state.load()` work; in a world only rank 0 writes."""
+    """`state.save()` and `state.load()` work as the functions do; in a world only rank 0 writes."""
     state = begun(train(network(), 2))
     path = state.save(tmp_path / "kept").wait()
     assert network(seed=1).load(tmp_path / "kept") == path
@@ -93,16 +93,16 @@ def test_a_state_s_own_methods(tmp_path, begun):
     assert os.listdir(tmp_path) == ["kept"]
 
 
-def test_a_rank_that_does_not_write(tmp_path):
-    """All ranks may call `save`. On a rank that does not write it is done at once, and makes no folder."""
+def test_save_on_a_rank_that_does_not_write(tmp_path):
+    """All ranks may call `save`: on a rank that does not write it returns at once, and makes no folder."""
     saved = saving.save(counter(1), tmp_path / "here", writes=False)
     assert saved.done()
     assert saved.wait() is None
     assert not (tmp_path / "here").exists()
 
 
-def test_other_tools_can_read_it(tmp_path):
-    """torch.distributed.checkpoint reads the tensors, by the names of their places in the state."""
+def test_other_tools_can_read_a_checkpoint(tmp_path):
+    """torch.distributed.checkpoint reads a checkpoint's tensors by their names in the state."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
     state = train(network(), 2)
@@ -115,8 +115,8 @@ def test_other_tools_can_read_it(tmp_path):
     assert torch.equal(wanted["optimizers/optimizer/state/0/exp_avg"], state.optimizer.state[weight]["exp_avg"])
 
 
-def test_names_that_would_be_the_same(tmp_path):
-    """Keys with slashes, or a number beside its text, do not make one tensor overwrite another."""
+def test_similar_names_are_kept_apart(tmp_path):
+    """Keys with slashes, or a number and the same number as text, do not make one tensor overwrite another."""
     values = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": torch.zeros(2)}
     state = nbe.ObjectState(values=values, description=torch.ones(3))
     write(state, tmp_path)
@@ -127,7 +127,7 @@ def test_names_that_would_be_the_same(tmp_path):
 
 
 def test_memory_is_used_again():
-    """The next copy reuses the memory of the last one, for each tensor that fits."""
+    """The next copy uses the memory of the last one again, for each tensor that fits."""
     state, copies = train(network()), saving.CopyMemory()
     first, _ = copies.copy(state)
     again, _ = copies.copy(train(state))
@@ -140,8 +140,8 @@ def test_memory_is_used_again():
 # ---- what the folder holds ----
 
 
-def test_the_last_ones_stay(tmp_path):
-    """The newest `keep` checkpoints stay; numbers go on counting."""
+def test_the_newest_checkpoints_stay(tmp_path):
+    """The newest `keep` checkpoints stay, and their numbers are not used again."""
     state = counter()
     for _ in range(4):
         write(count(state), tmp_path, keep=2)
@@ -151,7 +151,7 @@ def test_the_last_ones_stay(tmp_path):
 
 
 def test_the_newest_is_the_last_that_was_written(tmp_path):
-    """After a return to an older commit, new checkpoints count as newer than those of later commits."""
+    """The newest checkpoint is the last one written, also if it is of an older commit."""
     state = counter()
     paths = [write(count(state, 10), tmp_path) for _ in range(3)]
     saving.load(state, paths[0])
@@ -163,8 +163,8 @@ def test_the_newest_is_the_last_that_was_written(tmp_path):
     assert again.commits == again.step == 11
 
 
-def test_what_a_kill_left_is_removed_and_what_is_being_written_is_not(tmp_path):
-    """Leftovers are not checkpoints, and the next save removes them; a folder that another process is writing stays."""
+def test_a_killed_process_s_files_are_removed_and_another_s_are_not(tmp_path):
+    """The next save removes what a killed process left, but no folder to which another process is writing."""
     write(counter(1), tmp_path)
     leftovers = [tmp_path / f"{kind}0123" for kind in (".writing-", ".removing-")]
     for path in (*leftovers, tmp_path / ".writing-other"):
@@ -178,7 +178,7 @@ def test_what_a_kill_left_is_removed_and_what_is_being_written_is_not(tmp_path):
 
 
 def test_one_checkpoint_or_a_folder_of_them(tmp_path):
-    """`load` takes either, and a checkpoint that was renamed."""
+    """`load` takes a folder of checkpoints or a single checkpoint, which may have another name."""
     state = counter()
     first = write(count(state), tmp_path)
     write(count(state), tmp_path)
@@ -211,8 +211,8 @@ class Job:
         return self
 
 
-def test_a_plan_saves_every_so_many_commits(tmp_path):
-    """At the multiples, on rank 0 only; a rank that becomes rank 0 saves from the next multiple on."""
+def test_a_plan_saves_at_multiples_of_every(tmp_path):
+    """A plan saves at multiples of `every`, on rank 0 only; a new rank 0 saves from the next multiple on."""
     one, other = Job(tmp_path), Job(tmp_path)
     other.rank = 1
     one.commits(25)
@@ -224,13 +224,13 @@ def test_a_plan_saves_every_so_many_commits(tmp_path):
 
 
 def test_a_plan_with_every_commit(tmp_path):
-    """The first commit is saved too."""
+    """A plan of every commit saves the first commit too."""
     Job(tmp_path, every=1, keep=2).commits(3)
     assert written(tmp_path) == ["000002-commit-2", "000003-commit-3"]
 
 
-def test_a_newcomer_keeps_the_rhythm(tmp_path):
-    """It begins between two multiples, and saves at the next one."""
+def test_a_newcomer_saves_at_the_next_multiple(tmp_path):
+    """A newcomer that starts between two multiples of `every` saves at the next multiple."""
     job = Job(tmp_path)
     job.state.commits = 123
     job.commits(7)
@@ -238,7 +238,7 @@ def test_a_newcomer_keeps_the_rhythm(tmp_path):
 
 
 def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path, monkeypatch, capsys):
-    """While one checkpoint is being written the next is delayed; training does not wait, and one line reports it."""
+    """During a write the next checkpoint is delayed; training does not wait, and one line reports the delay."""
     go_on = threading.Semaphore(0)
     write = checkpoint.write
 
@@ -264,7 +264,7 @@ def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path
     ]
 
 
-def test_the_end_is_saved_too(tmp_path):
+def test_the_last_commit_is_saved_too(tmp_path):
     """The last commit is saved once, on rank 0, unless a checkpoint of it exists."""
     job = Job(tmp_path).commits(13)
     job.rank = 1
@@ -281,8 +281,8 @@ def test_the_end_is_saved_too(tmp_path):
     assert len(written(tmp_path)) == 2
 
 
-def test_without_a_driver_the_next_rank_saves_the_end_if_none_before_it_has(tmp_path, monkeypatch):
-    """If rank 0 was lost, rank 1 writes the last checkpoint, and only then."""
+def test_without_a_driver_the_next_rank_saves_the_last_commit(tmp_path, monkeypatch):
+    """Rank 1 writes the last checkpoint only if rank 0 was lost."""
     monkeypatch.setattr(saving, "TURN_TIMEOUT", 0.0)
     zero, one = Job(tmp_path), Job(tmp_path)
     one.rank = 1
@@ -297,8 +297,8 @@ def test_without_a_driver_the_next_rank_saves_the_end_if_none_before_it_has(tmp_
         assert written(tmp_path)[-1] == saved
 
 
-def test_a_job_goes_on_where_the_last_one_was(tmp_path, capsys):
-    """It loads the newest checkpoint, before the first world only. With an empty folder it starts at the beginning."""
+def test_a_job_continues_from_the_newest_checkpoint(tmp_path, capsys):
+    """A job loads the newest checkpoint before its first world only; with an empty folder it starts anew."""
     first = Job(tmp_path)
     first.plan.resume(first.state)
     assert capsys.readouterr().err == ""
@@ -320,7 +320,7 @@ def test_a_job_goes_on_where_the_last_one_was(tmp_path, capsys):
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 20), (1, 0)])
 def test_the_root_of_a_jobs_first_world_reads_the_checkpoint(tmp_path, begun, rank, step):
-    """The others receive it from the root; later worlds go on from what their members hold."""
+    """Only the root of a job's first world reads the checkpoint; later worlds continue from their members' state."""
     Job(tmp_path).commits(20)
     job = Job(tmp_path)
     state = begun(job.state)
@@ -331,8 +331,8 @@ def test_the_root_of_a_jobs_first_world_reads_the_checkpoint(tmp_path, begun, ra
     assert state.step == step + 1
 
 
-def test_a_plan_that_fails_to_save_goes_on(tmp_path, capsys):
-    """One line is printed per failure, and later checkpoints are written again."""
+def test_a_plan_continues_after_a_failed_save(tmp_path, capsys):
+    """A failed save prints one line, and later checkpoints are written."""
     job = Job(tmp_path)
     job.state._contents.values["step"] = Unsaved()
     for job.state.commits in (10, 20):
@@ -357,8 +357,8 @@ class Unsaved:
 # ---- the kept state of a hung worker ----
 
 
-def test_a_successor_takes_what_was_kept(tmp_path):
-    """The same numbers, at the same commit."""
+def test_a_successor_loads_the_kept_state(tmp_path):
+    """A successor loads the kept state of the hung worker, at the same commit."""
     state = train(network(), 3)
     was = contents(state)
     other = network(seed=1)
@@ -368,8 +368,8 @@ def test_a_successor_takes_what_was_kept(tmp_path):
     assert other.commits == 3
 
 
-def test_what_was_not_kept_as_it_should_is_not_taken(tmp_path):
-    """No kept state, another commit or damage: an error is better than training on from the wrong state."""
+def test_an_unusable_kept_state_raises(tmp_path):
+    """A kept state that is missing, damaged or of another commit raises: training must not continue from it."""
     with pytest.raises(nbe.StateError, match="no checkpoint"):
         saving.load_kept(network(), tmp_path / "kept", 3)
     saving.write_kept(train(network(), 3), tmp_path / "kept")

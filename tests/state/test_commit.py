@@ -15,7 +15,7 @@ from tests.state.training import backward, copies, network, step, weights
 
 
 def test_a_collective_between_step_and_commit_is_noticed(group, begun, capsys):
-    """An abort there would leave the rank between two commits: tensors are copied from then on, and one line explains why."""
+    """A collective between step and commit makes commits copy, as an abort could split them; one line explains why."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
@@ -34,7 +34,7 @@ def test_a_collective_between_step_and_commit_is_noticed(group, begun, capsys):
 
 
 def test_several_steps_per_commit_print_nothing(group, begun, capsys):
-    """The program chose it: tensors are copied, and nothing is printed."""
+    """With several steps per commit, which the program chose, tensors are copied and nothing is printed."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_several_steps_per_commit_print_nothing(group, begun, capsys):
 
 
 def test_two_optimizers_that_step_together_need_no_copies(group, begun):
-    """No collective runs between the two steps, so no abort can separate them."""
+    """Two optimizers that step without a collective in between need no copies, because no abort can separate them."""
     one, first = network()
     two, second = network(2)
     state = begun(TorchState(one=one, two=two, first=first, second=second))
@@ -58,8 +58,8 @@ def test_two_optimizers_that_step_together_need_no_copies(group, begun):
         assert copies(state) == 0
 
 
-def test_two_optimizers_that_step_in_turn_are_copied(group, begun):
-    """As in a GAN: the second optimizer's backward pass runs a collective after the first one's step."""
+def test_two_optimizers_that_step_alternately_are_copied(group, begun):
+    """Two optimizers with a collective between their steps, as in a GAN, are copied."""
     one, first = network()
     two, second = network(2)
     state = begun(TorchState(one=one, two=two, first=first, second=second))
@@ -74,7 +74,7 @@ def test_two_optimizers_that_step_in_turn_are_copied(group, begun):
 
 
 def test_a_tensor_that_changes_outside_an_optimizer_is_named(group, begun, capsys):
-    """A change between a commit and the next step: tensors are copied from then on, and one line names the tensor."""
+    """A tensor that changes between commit and step makes later commits copy, and one line names the tensor."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
@@ -128,7 +128,7 @@ def test_averaged_weights_updated_after_the_step_need_no_copies(group, begun):
 
 
 def test_an_optimizer_without_hooks_is_copied(group, begun):
-    """The state does not observe its steps; autograd's version counters show that tensors changed."""
+    """An optimizer without hooks is copied: autograd's version counters show that its tensors changed."""
 
     class Plain:
         def __init__(self, parameters):
@@ -162,7 +162,7 @@ def test_an_optimizer_without_hooks_is_copied(group, begun):
 
 
 def test_copies_take_little_more_memory_than_what_they_copy():
-    """Each copy begins at an aligned address: that costs at most ALIGNMENT bytes per tensor."""
+    """Aligned copies take at most ALIGNMENT bytes more per tensor."""
     tensors = [torch.ones(1000), torch.ones(3), torch.ones(5, dtype=torch.uint8)]
     places = _allocate(tensors, pinned=False)
     assert [(p.shape, p.dtype) for p in places] == [(t.shape, t.dtype) for t in tensors]
@@ -171,8 +171,8 @@ def test_copies_take_little_more_memory_than_what_they_copy():
     assert needed <= taken <= needed + len(tensors) * ALIGNMENT
 
 
-def test_buffers_that_are_replaced(group, begun):
-    """`self.mean = …` in a forward pass makes a new tensor: a restore puts the committed tensor back."""
+def test_a_replaced_buffer_is_restored(group, begun):
+    """After a forward pass has replaced a buffer, a restore puts the committed tensor back."""
     model, optimizer = network()
     model.register_buffer("mean", torch.zeros(2))
     model.register_buffer("large", torch.zeros(1 << 19))
@@ -190,7 +190,7 @@ def test_buffers_that_are_replaced(group, begun):
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch warns so with Python 3.13.0
 def test_a_compiled_model(group, begun):
-    """`torch.compile` wraps the module; its parameters are the same ones."""
+    """A restore works for a model in `torch.compile`, which has the same parameters."""
     model, _ = network()
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.Adam(compiled.parameters())
@@ -206,7 +206,7 @@ def test_a_compiled_model(group, begun):
 
 
 def test_outside_a_job_every_commit_is_copied():
-    """There is no world that could break; the user calls `restore()`."""
+    """Outside a job every commit copies, because the user may call `restore()` at any time."""
     model, optimizer = network()
     state = TorchState(model=model, optimizer=optimizer, step=0)
     start = weights(model)
@@ -229,6 +229,6 @@ def test_outside_a_job_every_commit_is_copied():
 
 @pytest.mark.parametrize("value", [object(), {1: np.zeros(3)}, [lambda: 0]])
 def test_data_that_is_not_plain_is_refused_at_once(begun, value):
-    """When the state begins, not when a newcomer joins hours later."""
+    """Data that is not plain is refused when the elastic loop begins, not when a newcomer joins."""
     with pytest.raises(StateError, match="not plain data"):
         begun(TorchState(thing=value))

@@ -67,8 +67,8 @@ def test_a_damaged_byte_anywhere_is_noticed(two):
         ("manifest", 0, "manifest is damaged: its checksum is wrong"),
     ],
 )
-def test_the_one_before_a_damaged_one_is_used(two, capsys, file, cut, error):
-    """One line says what is wrong with the newest."""
+def test_the_checkpoint_before_a_damaged_one_is_used(two, capsys, file, cut, error):
+    """The checkpoint before a damaged one is loaded, and one line names the damage."""
     path = checkpoint.listed(two)[0] / file
     whole = path.read_bytes()
     path.write_bytes(whole[:cut] if cut is not None else whole[:-9] + b"!" + whole[-8:])
@@ -80,8 +80,8 @@ def test_the_one_before_a_damaged_one_is_used(two, capsys, file, cut, error):
     assert line.endswith("; the one before it is tried.")
 
 
-def test_none_that_can_be_used(two):
-    """The error names each checkpoint and its fault; the state is unchanged."""
+def test_no_usable_checkpoint(two):
+    """Without a usable checkpoint the error names the fault of each, and the state is unchanged."""
     one, other = checkpoint.listed(two)
     (one / "manifest").unlink()
     (other / ".metadata").unlink()
@@ -111,7 +111,7 @@ def test_no_checkpoint_at_all(tmp_path):
     ],
 )
 def test_a_checkpoint_of_another_state(two, capsys, foreign, error):
-    """The error names the first difference; from a folder, the checkpoint before it is used."""
+    """The error for a checkpoint of another state names the first difference; in a folder the one before is used."""
     path = write(foreign(), two)
     state = network()
     with pytest.raises(StateError, match=error):
@@ -158,7 +158,7 @@ def forge(path, change):
 
 
 def test_a_format_of_another_version(two, capsys):
-    """The line names its format and the one that can be read."""
+    """The line about a checkpoint of another format names its format and the one that can be read."""
     forge(checkpoint.listed(two)[0], lambda manifest: manifest.update(format=2, more="than there is today"))
     saving.load(network(), two)
     assert "it is of format 2, and this version of nbelastic reads format 1" in capsys.readouterr().err
@@ -173,7 +173,7 @@ class Evil:
 
 
 def test_an_evil_metadata_file_is_never_opened(two, tmp_path):
-    """It is a pickle with code in it, and all checksums are right: the tensors are read without it."""
+    """The tensors are read without the metadata file, a pickle that may hold code although all checksums are right."""
     newest = checkpoint.listed(two)[0]
 
     def change(_):
@@ -238,7 +238,7 @@ def test_a_manifest_that_lies(two, change):
 
 
 def test_a_disk_that_is_full(tmp_path, capsys):
-    """Training goes on, one line gives the reason, no partial checkpoint stays, and the one before is still there."""
+    """With a full disk training continues, one line gives the reason, and the checkpoint before stays."""
     write(counter(1), tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -295,7 +295,7 @@ def test_a_name_that_the_disk_refuses(tmp_path, monkeypatch, capsys):
 
 
 def test_another_process_takes_the_name_first(tmp_path, monkeypatch):
-    """Two jobs write to one folder at the same time: the slower one takes the next number, and both checkpoints stay."""
+    """Of two jobs that write to one folder, the slower one takes the next number, and both checkpoints stay."""
     rename = Path.rename
 
     def too_late(path, target):
@@ -316,8 +316,8 @@ def test_a_folder_that_cannot_be(tmp_path):
             saving.save(counter(), path)
 
 
-def test_what_could_not_be_read_back_is_not_written(tmp_path, capsys):
-    """A value that is not plain data is refused at the save, not at the load."""
+def test_data_that_is_not_plain_is_not_written(tmp_path, capsys):
+    """A value that is not plain data is refused by the save, not by the load."""
     state = counter(1)
     state.step = Path("x")
     with pytest.raises(StateError, match="not plain data"):

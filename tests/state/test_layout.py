@@ -24,7 +24,7 @@ def step(model, optimizer):
 
 
 def test_a_parameter_that_is_added_is_tracked_from_the_next_commit_on(begun):
-    """As with LoRA: no optimizer holds the parameter, and still its changes are noticed and undone."""
+    """The changes of an added parameter without an optimizer, as in LoRA, are noticed and undone."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(2):
@@ -68,8 +68,8 @@ def test_a_replaced_layer_that_the_optimizer_does_not_know_is_refused(begun):
         state.commit()
 
 
-def test_buffers_and_gradients_are_no_new_layers(begun):
-    """Ordinary training does not count as a change of the model."""
+def test_buffers_and_gradients_are_not_new_layers(begun):
+    """Changes of buffers and gradients do not count as a change of the model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = begun(TorchState(model=model, optimizer=optimizer))
@@ -94,8 +94,8 @@ def name_again(model):
 
 
 @pytest.mark.parametrize("alias", [tie, tie_again, name_again])
-def test_another_name_for_a_parameter_is_no_new_layer(begun, alias):
-    """As with tied weights: the state holds the same, and a rank that is aborted there still holds its commit."""
+def test_another_name_for_a_parameter_is_not_a_new_layer(begun, alias):
+    """A second name for a parameter, as with tied weights, does not change the state."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tie(model)
     state = begun(TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -147,7 +147,7 @@ def give_a_leaf_a_layer_without_parameters(model):
     ],
 )
 def test_every_change_of_a_model_is_noticed(begun, change):
-    """However it is made: the last commit holds the earlier model, and the next commit holds the present one."""
+    """After any change the last commit holds the earlier model, and the next commit holds the present one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tie(model)
     state = begun(TorchState(model=model))
@@ -176,8 +176,8 @@ def counting(seed):
     return model, Counting(model.parameters(), lr=0.1)
 
 
-def test_what_an_optimizer_keeps_under_its_own_keys_is_sent(begun):
-    """A newcomer's optimizer continues with the sender's values."""
+def test_values_under_an_optimizer_s_own_keys_are_sent(begun):
+    """A newcomer's optimizer receives the values that the sender's optimizer keeps under its own keys."""
     (model, optimizer), (mine, fresh) = counting(1), counting(2)
     old = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(3):
@@ -191,8 +191,8 @@ def test_what_an_optimizer_keeps_under_its_own_keys_is_sent(begun):
     assert fresh.state["global"]["sum"].item() == 3
 
 
-def test_what_an_optimizer_keeps_under_its_own_keys_is_undone(begun):
-    """A restore from copies restores these values too."""
+def test_values_under_an_optimizer_s_own_keys_are_restored(begun):
+    """A restore from copies also restores values that an optimizer keeps under its own keys."""
     model, optimizer = counting(1)
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(2):
@@ -220,7 +220,7 @@ class Experts(nn.Module):
 
 
 def test_ranks_that_use_other_parameters_count_the_same_commits(begun):
-    """Each rank's samples reach other parameters: the same calls count as commits on all ranks."""
+    """The same calls count as commits on all ranks, although their samples reach different parameters."""
     counts = []
     for used in (0, 1):
         torch.manual_seed(1)
@@ -239,7 +239,7 @@ def test_ranks_that_use_other_parameters_count_the_same_commits(begun):
 
 
 def test_no_backward_pass_is_watched_after_the_job(begun):
-    """torch's own function is back when the last state has ended."""
+    """When the last state has ended, torch's own function for backward passes is back."""
     plain = torch.autograd.backward
     model, optimizer = network()
     states = [begun(TorchState(model=model, optimizer=optimizer)) for _ in range(2)]
@@ -304,8 +304,8 @@ def test_a_model_that_is_sharded_inside_the_function_is_refused_at_the_commit(be
         state.commit()
 
 
-def test_moments_that_are_no_plain_tensors_are_refused(begun):
-    """As with 8-bit optimizers: the first commit after a step that made such moments raises."""
+def test_moments_that_are_not_plain_tensors_are_refused(begun):
+    """After a step that made moments of a tensor subclass, as 8-bit optimizers do, the commit raises."""
 
     class Small(torch.Tensor):
         pass

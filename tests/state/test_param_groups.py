@@ -27,8 +27,8 @@ def test_an_optimizers_tensors_are_recorded_without_a_copy():
     assert found["seen"]["steps"] == [1]
 
 
-def test_groups_added_since_are_taken_away(group, begun):
-    """A layer that is unfrozen late gets a parameter group; a restore removes the group if it was not committed."""
+def test_groups_added_after_the_commit_are_removed(group, begun):
+    """A restore removes a parameter group that was added after the commit, for example by a late unfreeze."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
     state = begun(TorchState(model=model, optimizer=optimizer))
@@ -62,7 +62,7 @@ def test_a_newcomer_gets_the_groups_that_were_added(group, begun):
 
 
 def test_other_groups_are_refused_and_nothing_is_changed(group, begun):
-    """An optimizer with the same parameters in another order is a different optimizer."""
+    """An optimizer with the same parameters in another order is refused, and nothing changes."""
     (model, optimizer), (mine, _) = unfreezing(1), unfreezing(2)
     old = begun(TorchState(model=model, optimizer=optimizer))
     other = torch.optim.Adam([{"params": [mine[1].bias]}, {"params": [mine[1].weight]}])

@@ -1,4 +1,4 @@
-"""A transfer that breaks off: what a receiver then holds, and what it reports."""
+"""Transfers that break off: the state that a receiver then holds, and its report."""
 
 import contextlib
 
@@ -72,7 +72,7 @@ def broken_off():
 
 
 def test_an_aborted_transfer_is_not_used(monkeypatch):
-    """On a GPU an aborted transfer ends like any other. A holder keeps its tensors; a rank that received in place holds nothing."""
+    """After an aborted transfer a holder keeps its tensors; a rank that received in place holds nothing."""
     facts, live = holder()
     receive(WholeChannel(live), live, facts, broken_off)
     assert facts.holds_state
@@ -82,8 +82,8 @@ def test_an_aborted_transfer_is_not_used(monkeypatch):
     assert not facts.holds_state
 
 
-def test_a_failed_allocation_makes_the_transfer_go_on_in_place(monkeypatch):
-    """With a fragmented GPU, or several ranks on one, the transfer continues in place."""
+def test_after_a_failed_allocation_the_transfer_continues_in_place(monkeypatch):
+    """After a failed allocation, as on a fragmented GPU, the transfer continues in place."""
 
     def no_memory(place):
         raise torch.OutOfMemoryError
@@ -96,7 +96,7 @@ def test_a_failed_allocation_makes_the_transfer_go_on_in_place(monkeypatch):
 
 
 def test_unknown_free_memory_counts_as_none(monkeypatch):
-    """Some sandboxes do not show free memory and control groups: then a second copy does not fit."""
+    """Unknown free memory, as in some sandboxes, leaves no room for a second copy."""
 
     def unknown():
         raise FileNotFoundError
@@ -114,7 +114,7 @@ def test_without_memory_for_it_a_holder_says_that_it_holds_nothing_any_more(monk
 
 
 def test_a_newcomer_receives_in_place():
-    """It has nothing to lose, and needs no second copy."""
+    """A newcomer without a state receives in place, without a second copy."""
     live = [torch.zeros(2) for _ in range(4)]
     channel = WholeChannel(live)
     receive(channel, live, WorkerFacts())
@@ -136,8 +136,8 @@ def test_what_fits_is_shared_by_the_processes_of_a_machine(monkeypatch):
     assert fits([Huge(10**6, "meta")], CPU, 2)
 
 
-def test_a_control_group_bounds_what_is_free(monkeypatch, tmp_path):
-    """A container's limit counts, less what it uses; memory of files can be had back."""
+def test_a_control_group_bounds_the_free_memory(monkeypatch, tmp_path):
+    """A container's limit less its use bounds the free memory; memory of files counts as free."""
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 300000\n")
@@ -148,7 +148,7 @@ def test_a_control_group_bounds_what_is_free(monkeypatch, tmp_path):
 
 
 def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
-    """Otherwise the first world could not make its default group."""
+    """A failed warm-up leaves no group, so that the first world can make its default group."""
 
     def fail():
         raise RuntimeError("out of memory")

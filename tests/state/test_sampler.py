@@ -22,8 +22,8 @@ def shares(as_rank, size, sampler):
     return found
 
 
-def test_the_order_is_another_one_each_epoch_and_the_same_everywhere():
-    """Seed and epoch shuffle the samples: ranks have the same order, epochs have different ones."""
+def test_the_order_changes_each_epoch_and_is_the_same_on_all_ranks():
+    """Seed and epoch give the order of the samples, which all ranks share."""
     one, two, other = ElasticSampler(range(100)), ElasticSampler(range(100)), ElasticSampler(range(100), seed=1)
     assert list(one) == list(two) != list(other)
     first = list(one)
@@ -33,7 +33,7 @@ def test_the_order_is_another_one_each_epoch_and_the_same_everywhere():
 
 
 def test_without_shuffling_the_order_is_that_of_the_data(as_rank):
-    """`shuffle=False`: consecutive samples go to consecutive ranks."""
+    """Without shuffling consecutive samples go to consecutive ranks."""
     sampler = ElasticSampler(range(7), shuffle=False)
     as_rank(1, 3)
     assert list(sampler) == [1, 4, 0]
@@ -59,7 +59,7 @@ def test_an_epoch_begins_once(as_rank):
     assert (sampler.epoch, sampler.used) == (4, 0)
 
 
-def test_nothing_is_left_at_the_end(as_rank):
+def test_no_sample_is_left_at_the_end(as_rank):
     """After the last sample an iteration is empty, and a larger count is limited to the number of samples."""
     as_rank(0, 3)
     sampler = ElasticSampler(range(4))
@@ -67,15 +67,15 @@ def test_nothing_is_left_at_the_end(as_rank):
     assert (list(sampler), len(sampler), sampler.used) == ([], 0, 4)
 
 
-def test_outside_a_world_all_samples_are_mine():
-    """The same loop runs in a notebook without a world."""
+def test_without_a_world_a_sampler_gives_all_samples():
+    """Without a world, as in a notebook, the same loop gets all samples."""
     assert sorted(ElasticSampler(range(5))) == [0, 1, 2, 3, 4]
     assert len(ElasticSampler([])) == 0
     assert list(ElasticSampler([])) == []
 
 
-def test_seeds_and_epochs_do_not_meet():
-    """Any integer is a seed, and each gives a different order; torch's generator alone uses only 32 bits of it."""
+def test_each_seed_and_epoch_has_its_own_order():
+    """Each integer as a seed gives another order, although torch's generator uses only 32 bits."""
     orders = {
         tuple(one)
         for seed in (0, 1, -1, 4096, 2**32, 2**64, 2**100)
@@ -86,8 +86,8 @@ def test_seeds_and_epochs_do_not_meet():
     assert len(orders) == 21
 
 
-def test_the_rest_is_left_out_if_that_is_wanted(as_rank):
-    """`drop_last`: no sample is repeated; the remainder stays unused until a world of another size can share it out."""
+def test_drop_last_leaves_the_remainder(as_rank):
+    """With `drop_last` no sample is repeated, and the remainder waits for a world of another size."""
     sampler = ElasticSampler(range(8), shuffle=False, drop_last=True)
     assert shares(as_rank, 3, sampler) == [[0, 3], [1, 4], [2, 5]]
     assert shares(as_rank, 9, sampler) == [[]] * 9
@@ -98,7 +98,7 @@ def test_the_rest_is_left_out_if_that_is_wanted(as_rank):
 
 
 def test_a_global_batch_is_split_among_the_ranks(as_rank):
-    """In consecutive pieces, the remainder to the first ranks; the epoch's last, smaller batch too."""
+    """Ranks get consecutive pieces of a global batch, the first ones its remainder, also of the last batch."""
     sampler = ElasticSampler(range(16), shuffle=False, global_batch=7)
     assert shares(as_rank, 3, sampler) == [[0, 1, 2, 7, 8, 9, 14], [3, 4, 10, 11, 15], [5, 6, 12, 13, 14]]
     assert shares(as_rank, 2, sampler) == [[0, 1, 2, 3, 7, 8, 9, 10, 14], [4, 5, 6, 11, 12, 13, 15]]
@@ -136,7 +136,7 @@ def test_weights_follow_the_shares(as_rank):
 
 
 def test_a_wrong_share_is_refused_at_once(as_rank):
-    """A DataLoader with another batch size would give some samples twice and others never."""
+    """A DataLoader with another batch size is refused: some samples would be used twice and others never."""
     sampler = ElasticSampler(range(100), global_batch=64)
     as_rank(1, 3)
     for wrong in (64, 22, 20):
@@ -153,7 +153,7 @@ def test_a_wrong_share_is_refused_at_once(as_rank):
 
 @pytest.mark.parametrize("wrong", [0, -4, 2.5, "8", None])
 def test_an_invalid_size_is_refused_at_once(wrong):
-    """The error names the argument."""
+    """The error for an invalid size names the argument."""
     sampler = ElasticSampler(range(9))
     with pytest.raises(UsageError, match=r"batch_size must be a positive integer, not "):
         sampler.record_batch(wrong)
@@ -167,7 +167,7 @@ def test_an_invalid_size_is_refused_at_once(wrong):
 
 
 def test_more_ranks_than_samples_in_a_batch(as_rank):
-    """Some ranks would have no sample in any step: the error names two remedies."""
+    """A batch with fewer samples than ranks is refused, and the error names two remedies."""
     as_rank(4, 5)
     with pytest.raises(UsageError, match=r"of 4 cannot be split among 5 ranks: make it at least 5, or .* max=4"):
         nbe.local_batch_size(4)
@@ -176,13 +176,13 @@ def test_more_ranks_than_samples_in_a_batch(as_rank):
 
 
 def test_a_dataset_without_length():
-    """Samples that cannot be counted cannot be shared out."""
+    """A dataset without a length is refused, because its samples cannot be shared out."""
     with pytest.raises(UsageError, match=r"a Stream has no length, .*: give range\(n\)"):
         ElasticSampler(Stream(None))
 
 
 def test_the_state_is_plain_and_small():
-    """It can be read as plain data, and includes seed and number of samples; an older state without them loads too."""
+    """The sampler's state is plain data with seed and number of samples; an older state without them loads too."""
     sampler = ElasticSampler(range(9), seed=7)
     sampler.record_batch(4)
     file = io.BytesIO()
@@ -199,7 +199,7 @@ def test_the_state_is_plain_and_small():
 
 @pytest.mark.parametrize("state", [{"samples": 10, "used": 3}, {"used": 10}, {"used": -1}])
 def test_a_state_of_other_data_is_refused(state):
-    """Its position in the order has no meaning for another dataset."""
+    """A state of a dataset of another size is refused: its position has no meaning here."""
     with pytest.raises(StateError, match=r"belongs to a dataset of .* samples, and this one has 9: use the same data"):
         ElasticSampler(range(9)).load_state_dict({"epoch": 0, **state})
 
@@ -222,8 +222,8 @@ class Stream(IterableDataset):
         pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.soak),
     ],
 )
-def test_a_stream_may_go_through_the_sampler(as_rank, options):
-    """In this process, or in one of the DataLoader's, forked or spawned, which knows this rank."""
+def test_a_stream_may_iterate_over_the_sampler(as_rank, options):
+    """A stream may iterate over the sampler in this process or in one process of a DataLoader."""
     as_rank(1, 2)
     sampler = ElasticSampler(range(10), shuffle=False, global_batch=4)
     sampler.record_batch(2)
@@ -242,15 +242,15 @@ def inside(monkeypatch):
     return of
 
 
-def test_several_processes_that_go_through_a_sampler_are_refused(inside):
-    """Each process has a copy of the sampler, and would give the same samples."""
+def test_several_processes_that_iterate_over_a_sampler_are_refused(inside):
+    """Several processes that iterate over copies of a sampler are refused: they would give the same samples."""
     inside(2)
     with pytest.raises(UsageError, match="each of the DataLoader's 2 processes would give the same samples: use num_w"):
         list(ElasticSampler(range(8)))
 
 
 def test_a_process_that_outlives_the_pass_is_refused(inside):
-    """Its copy does not learn which samples were used since; after `set_epoch` on the copy it works again."""
+    """A process that outlives its pass is refused until `set_epoch`: its copy does not know which samples were used."""
     inside(1)
     sampler = ElasticSampler(range(8))
     assert len(list(sampler)) == 8
@@ -262,8 +262,8 @@ def test_a_process_that_outlives_the_pass_is_refused(inside):
     assert len(list(sampler)) == 8
 
 
-def test_a_place_travels_no_further_than_to_a_loaders_process(as_rank):
-    """A sampler that was pickled in a world and is loaded outside of one gives all samples."""
+def test_a_rank_is_not_pickled_for_use_outside_a_world(as_rank):
+    """A sampler that was pickled in a world gives all samples where it is loaded outside of a world."""
     as_rank(1, 3)
     sampler = pickle.dumps(ElasticSampler(range(9)))
     as_rank(0, 1)

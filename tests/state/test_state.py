@@ -1,4 +1,4 @@
-"""Commit, change, restore: what is restored, what it costs, and what is refused."""
+"""Commit, change, restore: the restored values, their cost, and what is refused."""
 
 import random
 
@@ -40,7 +40,7 @@ def all_values(model, optimizer):
 
 
 def test_values_are_attributes():
-    """They are read and set by name; an unknown name is an error that lists the known ones."""
+    """Values are attributes: read and set by name; the error for an unknown name lists the known ones."""
     state = ObjectState(epoch=0, best=None)
     state.epoch += 1
     state.best = [1]
@@ -58,8 +58,8 @@ def test_names_that_are_taken(name):
         ObjectState(**{name: 1})
 
 
-def test_what_cannot_be_recovered_is_refused():
-    """The constructor raises, with an alternative."""
+def test_an_object_that_cannot_be_recovered_is_refused():
+    """The constructor refuses an object that cannot be recovered, and names an alternative."""
     model, optimizer = network()
     with pytest.raises(StateError, match="LBFGS"):
         TorchState(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
@@ -123,7 +123,7 @@ OPTIMIZERS = ["sgd", "momentum", "adam", "adamw amsgrad", "adagrad"]
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_before_the_first_commit_are_undone(begun, kind):
-    """Parameters, buffers and everything that the optimizer has made since are as at the beginning."""
+    """A break before the first commit restores parameters, buffers and the optimizer's values of the beginning."""
     model, optimizer = network(kind)
     before = all_values(model, optimizer)
     state = begun(TorchState(model=model, optimizer=optimizer))
@@ -135,7 +135,7 @@ def test_steps_before_the_first_commit_are_undone(begun, kind):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_several_steps_a_commit_are_copied_and_undone(begun, kind):
+def test_several_steps_per_commit_are_copied_and_undone(begun, kind):
     """With more than one step between commits the tensors are copied, and a restore puts them back."""
     model, optimizer = network(kind)
     state = begun(TorchState(model=model, optimizer=optimizer, step=0))
@@ -153,8 +153,8 @@ def test_several_steps_a_commit_are_copied_and_undone(begun, kind):
     assert state.step == 6
 
 
-def test_one_step_a_commit_copies_nothing(begun):
-    """The live tensors are those of the commit, without a copy. A step makes the state unclean until the next commit."""
+def test_one_step_per_commit_copies_nothing(begun):
+    """With one step per commit nothing is copied; a step makes the state unclean until the next commit."""
     model, optimizer = network("momentum")
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_random_numbers_repeat_after_a_restore(begun):
 
 
 def test_a_gpus_random_numbers_repeat_after_a_restore(begun, monkeypatch):
-    """If a GPU is in use, its generator continues from the commit too."""
+    """If a GPU is in use, a restore also sets its generator back to the commit."""
     generator_states = ["at the commit"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: generator_states[-1])
@@ -240,7 +240,7 @@ def test_a_gpus_random_numbers_repeat_after_a_restore(begun, monkeypatch):
 
 
 def test_a_model_without_an_optimizer_is_always_copied(begun):
-    """No optimizer step announces a change of its tensors, so each commit copies them."""
+    """Each commit copies a model without an optimizer, because no step announces its changes."""
     model = torch.nn.Linear(2, 2)
     state = begun(TorchState(model=model))
     with torch.no_grad():
@@ -274,7 +274,7 @@ def test_an_optimizer_that_keeps_plain_numbers(begun):
 
 
 def test_reset_callbacks_are_kept_in_order():
-    """Also over several calls."""
+    """Reset callbacks run in the order of their registration, over several calls."""
     state, called = ObjectState(), []
     state.register_reset_callbacks([lambda: called.append(1), lambda: called.append(2)])
     state.register_reset_callbacks([lambda: called.append(3)])
@@ -291,8 +291,8 @@ def test_reports_are_numbers(begun):
     assert state._session.reported == {"loss": 0.5, "step": 3.0}
 
 
-def test_what_is_no_number_is_left_out_of_a_report(begun, capsys):
-    """Text does not end the job: one line per name reports that it is left out."""
+def test_a_value_that_is_not_a_number_is_left_out_of_a_report(begun, capsys):
+    """A value that is not a number does not end the job: one line per name reports it."""
     state = begun(ObjectState())
     for _ in range(2):
         state.report(phase="warmup", loss=0.5)
@@ -300,14 +300,14 @@ def test_what_is_no_number_is_left_out_of_a_report(begun, capsys):
     assert capsys.readouterr().err == "nbelastic: report(phase=…) is left out: a report is a number, not str.\n"
 
 
-def test_it_is_of_the_public_names():
+def test_the_state_classes_are_public():
     """The package itself exports all three state classes."""
     assert issubclass(nbe.TorchState, nbe.State)
     assert issubclass(nbe.ObjectState, nbe.State)
 
 
 def test_two_optimizers_that_begin_at_different_times(begun):
-    """The second optimizer's tensors may come before or after the first one's: their copies are not mixed up."""
+    """The copies of two optimizers are kept apart, whichever begins first."""
     one, two = torch.nn.Linear(3, 5), torch.nn.Linear(7, 2)
     first = torch.optim.Adam(one.parameters())
     second = torch.optim.Adam(two.parameters())

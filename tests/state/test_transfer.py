@@ -62,8 +62,8 @@ def test_taken_apart_and_put_together(value):
 
 @settings(max_examples=examples(100))
 @given(theirs=VALUES, mine=VALUES)
-def test_every_tensor_has_somewhere_to_go(theirs, mine):
-    """Whatever this rank holds: each tensor has one destination of its shape and type, and all arrive."""
+def test_every_tensor_has_a_destination(theirs, mine):
+    """Each received tensor has one destination of its shape and type, whatever the receiver holds."""
     taken = []
     description = describe(theirs, taken)
     places = dict(destinations(description, mine, CPU))
@@ -118,7 +118,7 @@ def test_states_of_other_contents_are_refused():
     compare(described("ab", w=2), described("ba", w=2))
 
 
-def test_numbers_of_numpys_are_numbers():
+def test_numpy_s_numbers_are_sent_as_python_s():
     """A `numpy.float64` in a state is sent as a Python float."""
     assert describe({"best": np.float64(0.5), "step": np.int64(3)}, []) == {"best": 0.5, "step": 3}
     assert type(describe(np.float64(0.5), [])) is float
@@ -136,8 +136,8 @@ class Work:
             raise self._error
 
 
-def test_all_is_waited_for_when_one_fails():
-    """A collective that is under way may still write to its tensor. The first error is raised."""
+def test_all_collectives_are_awaited_after_an_error():
+    """After the first error all collectives are awaited, as they may still write to tensors; then it is raised."""
     works = [Work(), Work(RuntimeError("first")), None, Work(RuntimeError("second")), Work()]
     with pytest.raises(RuntimeError, match="first"):
         transfer._wait(works)
