@@ -34,7 +34,7 @@ THREADS = ("driver", "nbelastic-connection", "nbelastic-discovery-poller")
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
-    """Wait until the threads of a test have ended: a later test's folder would have their names."""
+    """Wait until the threads of a test have ended: they would find the next test's folder."""
     yield
     until(lambda: not [thread for thread in threading.enumerate() if thread.name in THREADS])
     gc.collect()
@@ -94,7 +94,7 @@ def test_another_cluster_of_the_same_name_is_not_taken_over(start_hostless):
 
 
 def test_the_next_driver_has_the_newest_discovery(start_hostless, tmp_path):
-    """The next driver uses the newest script; an object of another kernel it only names."""
+    """The next driver uses the newest script, and knows of another kernel's object without making one."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)

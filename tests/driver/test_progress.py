@@ -300,7 +300,7 @@ def test_a_job_s_own_timeout_error_is_raised(timeout):
 
 
 def test_a_job_s_own_timeout_error_during_the_wait_is_raised():
-    """The same holds if the job raises TimeoutError during the wait."""
+    """A job's own TimeoutError that comes during the wait is raised too."""
     future = Future()
     with pytest.raises(TimeoutError, match="the store did not answer"):
         wait_for_result(future, None, str, lambda: future.set_exception(TimeoutError("the store did not answer")))

@@ -178,7 +178,7 @@ def test_a_worker_of_any_name_gets_a_row(worker):
     check_format([EventRecord(NOON, "worker-ready", "it is ready", worker=worker)])
 
 
-def test_the_trace_names_its_begin():
+def test_the_trace_names_its_beginning():
     """Times count from the first event or, if it began earlier, the first phase, and the trace names that time."""
     assert trace_of(STORY)["otherData"] == {"cluster": "mine", "begun": NOON}
     alone = trace_of([EventRecord(NOON, "training", "", generation=1, took={"all": 250.0})])
