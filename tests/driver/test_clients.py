@@ -119,7 +119,8 @@ def test_a_client_that_does_not_read_fills_no_memory(start_hostless):
                 ],
             )
             in_driver(cluster, lambda driver: driver._clients._send_updates())
-        (other,) = [client for client in driver_of(cluster)._clients._greeted if client._is_writing_paused]
+        behind = lambda: [client for client in driver_of(cluster)._clients._greeted if client._is_writing_paused]
+        (other,) = until(lambda: len(found := behind()) == 1 and found, what="the reading client to catch up")
         assert other._transport.get_write_buffer_size() < 4 * clients.MAX_UNREAD
         until(lambda: len(cluster.events) >= 6000)
         received = []
