@@ -199,9 +199,8 @@ class Connection:
         end = time.monotonic() + LEAVE_TIMEOUT
         self._writer.join(LEAVE_TIMEOUT)  # the last requests are still sent
         waits = threading.current_thread() is not self._reader and not self.died  # else it may start the next driver
-        with contextlib.suppress(
-            OSError
-        ):  # only one direction: a driver that fails to send would not read the requests
+        # Only one direction: a driver that fails to send to this client would not read its requests.
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         if waits:
             self._reader.join(max(0.0, end - time.monotonic()))

@@ -83,8 +83,10 @@ async def real_name(spec: HostSpec) -> str:
         if process.returncode is None:
             process.kill()
         with suppress(TimeoutError):  # a process that ssh has started may keep the pipe open
-            await asyncio.wait_for(process.communicate(), 1.0)  # closes the transport
+            await asyncio.wait_for(process.communicate(), 1.0)
         raise
+    finally:
+        process._transport.close()  # type: ignore[attr-defined]  # also if the end of the loop cancels this once more
     for line in out.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")
         if key == "hostname":

@@ -110,7 +110,7 @@ def test_a_discovery_is_used_until_the_next_one_answers(start_hostless):
 def test_a_script_that_was_attached_with_is_remembered(start_hostless, tmp_path):
     """A later attach gets the attached script without naming it, also from the next driver."""
     script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\nexit 1\n")
+    script.write_text("#!/bin/sh\n")  # it must not fail: a discovery that fails at its first look ends the cluster
     script.chmod(0o755)
     cluster = start_hostless(keep=True)
     nbe.Cluster.attach("quiet", discovery=str(script)).detach()

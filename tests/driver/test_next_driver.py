@@ -202,7 +202,10 @@ def test_the_next_driver_uses_an_attached_discovery(start_hostless, tmp_path):
         )
         nbe.Cluster.attach("quiet", discovery=str(script)).detach()
         kill_and_replace_driver(cluster)
-        until(lambda: not other._link.connection.died and "discovery" in other._link.connection.arguments)
+        until(
+            lambda: not other._link.connection.died and "discovery" in other._link.connection.arguments,
+            what=lambda: f"{other._link.connection.arguments}; {other._link.connection.end_reason}",
+        )
         until(lambda: not other._link.poller._thread.is_alive())
 
 

@@ -13,14 +13,14 @@ LOOK = 0.01  # seconds between two looks
 REST = 3  # times what a look took: what is waited for needs the processors too
 
 
-def until(true: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
-    """Return the first true answer of `true()`. AssertionError after `timeout` seconds."""
+def until(true: Callable[[], Any], timeout: float = 20.0, what: str | Callable[[], str] = "") -> Any:
+    """Return the first true answer of `true()`. AssertionError after `timeout` seconds, with `what` it waited for."""
     end = time.monotonic() + timeout
     while True:
         begun = time.monotonic()
         if answer := true():
             return answer
-        assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
+        assert time.monotonic() < end, f"not within {timeout:g} s: {(what() if callable(what) else what) or true}"
         time.sleep(max(LOOK, REST * (time.monotonic() - begun)))
 
 
@@ -52,5 +52,5 @@ async def until_async(true: Callable[[], Any], timeout: float = 40.0, what: str 
             answer = await answer
         if answer:
             return answer
-        assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
+        assert time.monotonic() < end, f"not within {timeout:g} s: {(what() if callable(what) else what) or true}"
         await asyncio.sleep(LOOK)
