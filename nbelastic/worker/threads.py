@@ -17,7 +17,7 @@ def run_in_thread(task: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(task())
-        except BaseException as error:  # noqa: BLE001  (whoever asks for the result gets it)
+        except BaseException as error:  # noqa: BLE001  (the caller of `result` gets it)
             future.set_exception(error)
 
     threading.Thread(target=run, name="nbelastic-task", daemon=True).start()
