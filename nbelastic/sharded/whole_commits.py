@@ -1,0 +1,89 @@
+"""Which commit the ranks of a new generation return to: the newest of which every chunk has a holder among them.
+
+Pure: every rank makes the same decision from the same statements.
+"""
+
+# mypy: disable-error-code="misc"
+# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+
+class Commit(Struct, frozen=True, order=True):
+    """A commit of a generation. A later generation continues from the commit that was chosen, so it is the newer one."""
+
+    generation: int
+    number: int  # commits since the beginning of the job
+
+
+class Held(Struct, frozen=True, order=True):
+    """A shard that a rank holds: of this commit, of the rank `shard` of that generation."""
+
+    commit: Commit
+    shard: int
+
+
+class Origin(Struct, frozen=True):
+    """A generation of which a rank holds shards: its hosts by rank, and which ranks hold equal chunks."""
+
+    hosts: tuple[str, ...]
+    owners: tuple[frozenset[int], ...]  # see `Layout.owners`
+
+
+class Statement(Struct, frozen=True):
+    """What one rank holds. `ranks`: by generation, its rank in it."""
+
+    held: tuple[Held, ...] = ()
+    origins: dict[int, Origin] = {}
+    ranks: dict[int, int] = {}
+
+
+class Choice(Struct, frozen=True):
+    """The commit to return to. `holders`: by shard, the ranks of the new generation that hold it, lowest first.
+
+    `root` is the lowest rank that was in the commit's generation and has its own shard: it also has the small values.
+    """
+
+    commit: Commit
+    holders: dict[int, tuple[int, ...]]
+    root: int
+
+
+class Lost(Struct, frozen=True):
+    """No commit is whole: of the newest one, no rank holds the shards of these ranks of its generation."""
+
+    commit: Commit
+    shards: tuple[int, ...]
+    hosts: tuple[str, ...]  # of these shards
+
+
+def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
+    """The newest whole commit; `Lost` if none is whole; None if no rank holds anything. `statements`: by rank."""
+    found: dict[Commit, dict[int, list[int]]] = {}
+    for rank, statement in enumerate(statements):
+        for held in statement.held:
+            found.setdefault(held.commit, {}).setdefault(held.shard, []).append(rank)
+    origins = {generation: origin for statement in statements for generation, origin in statement.origins.items()}
+    for commit in sorted(found, reverse=True):
+        shards, roots = found[commit], _roots(statements, commit)
+        if roots and all(not ranks.isdisjoint(shards) for ranks in origins[commit.generation].owners):
+            holders = {shard: tuple(ranks) for shard, ranks in sorted(shards.items())}
+            return Choice(commit, holders, roots[0])
+    if not found:
+        return None
+    newest = max(found)
+    origin = origins[newest.generation]
+    lost = sorted(min(ranks) for ranks in origin.owners if ranks.isdisjoint(found[newest]))
+    return Lost(newest, tuple(lost), tuple(origin.hosts[shard] for shard in lost))
+
+
+def _roots(statements: Sequence[Statement], commit: Commit) -> list[int]:
+    """The ranks that hold their own shard of this commit."""
+    return [
+        rank
+        for rank, statement in enumerate(statements)
+        if any(held.commit == commit and held.shard == statement.ranks.get(commit.generation) for held in statement.held)
+    ]
