@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from nbelastic.programs.elastic import elastic
     from nbelastic.protocol.host_sources import HostDiscovery
     from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
+    from nbelastic.sharded.mesh import device_mesh
+    from nbelastic.sharded.state import ShardedState
     from nbelastic.state.sampler import ElasticSampler, local_batch_size
     from nbelastic.state.state import ObjectState, State, TorchState
     from nbelastic.worker.ranks import (
@@ -64,6 +66,8 @@ _NAMES_BY_MODULE = {
     "nbelastic.client.job": ("Job",),
     "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),
     "nbelastic.programs.elastic": ("elastic",),
+    "nbelastic.sharded.mesh": ("device_mesh",),
+    "nbelastic.sharded.state": ("ShardedState",),
     "nbelastic.state.sampler": ("ElasticSampler", "local_batch_size"),
     "nbelastic.state.state": ("ObjectState", "State", "TorchState"),
     "nbelastic.worker.ranks": (
@@ -96,6 +100,7 @@ __all__ = [
     "NoWorldError",
     "ObjectState",
     "ScriptDiscovery",
+    "ShardedState",
     "State",
     "StateError",
     "TorchState",
@@ -105,6 +110,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "device",
+    "device_mesh",
     "elastic",
     "load_ipython_extension",
     "local_batch_size",

@@ -128,11 +128,12 @@ class AskLeave(Command):
 
 
 class LeaveAt(Command):
-    """Leave the generation after this commit."""
+    """Leave the generation after this commit. The ranks `removed` will not be in the next one."""
 
     generation: int
     commit: int
     members: tuple[WorkerId, ...]
+    removed: tuple[int, ...] = ()
 
 
 class CancelLeave(Command):

@@ -209,7 +209,8 @@ def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> Cluste
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
     cluster = replace(cluster, postponements=0, unanswered={})
     commit = max(cluster.acknowledged_commits) + 1
-    out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members))
+    removed = tuple(rank for rank, w in enumerate(cluster.members) if w not in target)
+    out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members, removed))
     if prepared is not None:
         out.append(prepared)
     cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.member_set, acknowledged_commits=())

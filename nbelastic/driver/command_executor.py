@@ -109,8 +109,8 @@ class CommandExecutor:
                 self._open_question = command
                 self._event_log.note_leave(now, broken=False)
                 send(members, worker_messages.Leave(generation, ask=number))
-            case cmd.LeaveAt(generation=generation, commit=commit, members=members):
-                send(members, worker_messages.Leave(generation, commit))
+            case cmd.LeaveAt(generation=generation, commit=commit, members=members, removed=removed):
+                send(members, worker_messages.Leave(generation, commit, removed=removed))
             case cmd.CancelLeave(generation=generation, members=members):
                 send(members, worker_messages.Leave(generation, worker_messages.Leave.STAY))
             case cmd.AbortWorld(generation=generation, members=members, reason=reason):

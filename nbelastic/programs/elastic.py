@@ -77,6 +77,10 @@ class _Loop:
         """The newest commit, and whether the live tensors are those of that commit."""
         return self._state.commits, self._state.clean
 
+    def hand_over(self, leaving: tuple[int, ...]) -> None:
+        """Collective: the ranks `leaving` end after this commit, and send what only they hold to others."""
+        self._state.hand_over(leaving)
+
     def write_last_checkpoint(self) -> None:
         """The job is stopped and the main thread hangs: the link thread writes the newest commit."""
         plan = self._session.checkpoints
@@ -119,6 +123,7 @@ class _Loop:
             again = True
             if outcome == "aborted":
                 self._state.undo()
+            self._state.generation_ended()
 
     def _run_generation(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
         """Call the function in one generation. Keep no exception of it: a traceback would keep the old group alive."""

@@ -184,13 +184,14 @@ class Leave(Message):
     """Driver → member: leave this generation at `commit`.
 
     `commit` None: report your commit with `LeaveAcknowledged`, and stop at the next one. `STAY`: do not leave. `ask`: the
-    number of the request, which the answer repeats.
+    number of the request, which the answer repeats. `removed`: the ranks that will not be in the next generation.
     """
 
     STAY: ClassVar[int] = -1
     generation: int
     commit: int | None = None
     ask: int = 0
+    removed: tuple[int, ...] = ()
 
 
 class Abort(Message):

@@ -44,12 +44,12 @@ class Statement(Struct, frozen=True):
 class Choice(Struct, frozen=True):
     """The commit to return to. `holders`: by shard, the ranks of the new generation that hold it, lowest first.
 
-    `root` is the lowest rank that was in the commit's generation and has its own shard: it also has the small values.
+    `members` are the ranks that made the commit and hold their own shard: they also have the small values.
     """
 
     commit: Commit
     holders: dict[int, tuple[int, ...]]
-    root: int
+    members: tuple[int, ...]
 
 
 class Lost(Struct, frozen=True):
@@ -68,10 +68,10 @@ def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
             found.setdefault(held.commit, {}).setdefault(held.shard, []).append(rank)
     origins = {generation: origin for statement in statements for generation, origin in statement.origins.items()}
     for commit in sorted(found, reverse=True):
-        shards, roots = found[commit], _roots(statements, commit)
-        if roots and all(not ranks.isdisjoint(shards) for ranks in origins[commit.generation].owners):
+        shards, members = found[commit], _members(statements, commit)
+        if members and all(not ranks.isdisjoint(shards) for ranks in origins[commit.generation].owners):
             holders = {shard: tuple(ranks) for shard, ranks in sorted(shards.items())}
-            return Choice(commit, holders, roots[0])
+            return Choice(commit, holders, members)
     if not found:
         return None
     newest = max(found)
@@ -80,10 +80,10 @@ def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
     return Lost(newest, tuple(lost), tuple(origin.hosts[shard] for shard in lost))
 
 
-def _roots(statements: Sequence[Statement], commit: Commit) -> list[int]:
+def _members(statements: Sequence[Statement], commit: Commit) -> tuple[int, ...]:
     """The ranks that hold their own shard of this commit."""
-    return [
+    return tuple(
         rank
         for rank, statement in enumerate(statements)
         if any(held.commit == commit and held.shard == statement.ranks.get(commit.generation) for held in statement.held)
-    ]
+    )

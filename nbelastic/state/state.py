@@ -172,6 +172,12 @@ class State:
         self._steps.stop()
         self._session = None
 
+    def hand_over(self, leaving: tuple[int, ...]) -> None:
+        """The ranks `leaving` end after this commit: every other rank holds the same state, so they send nothing."""
+
+    def generation_ended(self) -> None:
+        """This rank has left a generation, at a commit or after an abort."""
+
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""
         assert self._session is not None

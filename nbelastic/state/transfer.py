@@ -101,7 +101,7 @@ class Channel:
 
     def move(self, flat: torch.Tensor) -> None:
         """Send `flat`, or receive into it."""
-        _wait(self.begin(flat))
+        wait_for_all(self.begin(flat))
 
     def move_object(self, value: Any) -> Any:
         """Send `value` and return it, or return what the root sent. StateError if it holds more than plain data."""
@@ -139,7 +139,7 @@ class Channel:
                 works += self.begin(flat)
                 packed.append((flat, bucket))
         finally:
-            _wait(works)
+            wait_for_all(works)
         if self.receives:
             for flat, bucket in packed:
                 for piece, tensor in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True):
@@ -186,7 +186,7 @@ def _allocate_like(places: list[torch.Tensor]) -> list[torch.Tensor] | None:
         return None
 
 
-def _wait(works: list[Any]) -> None:
+def wait_for_all(works: list[Any]) -> None:
     """Wait for all works, also when one fails: a work that still runs may write to its tensor."""
     failure: RuntimeError | None = None
     for work in works:

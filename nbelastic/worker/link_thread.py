@@ -48,6 +48,9 @@ class StateHolder(Protocol):
     def position(self) -> tuple[int, bool]:
         """The newest commit, and whether the live tensors are those of that commit."""
 
+    def hand_over(self, leaving: tuple[int, ...]) -> None:
+        """Collective, at a commit: the ranks `leaving` end, and send what only they hold to others."""
+
     def write_last_checkpoint(self) -> None:
         """Write the job's last checkpoint, if it has any, while the main thread hangs."""
 

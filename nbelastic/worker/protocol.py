@@ -96,6 +96,7 @@ class Protocol:
         self.total = 0  # in all generations
         self.pause_at: int | None = None  # the commit at which to wait for the leave point
         self.leave_at: int | None = None  # the leave point
+        self.removed: tuple[int, ...] = ()  # ranks that end after the leave point
         self._aborted = 0  # the newest generation that was aborted
         self._dropped: set[int] = set()  # generations that were prepared and never formed
         self.telemetry = Telemetry()
@@ -227,7 +228,7 @@ class Protocol:
             case worker_messages.Leave.STAY:
                 self.pause_at = self.leave_at = None
             case commit:
-                self.pause_at, self.leave_at = None, commit
+                self.pause_at, self.leave_at, self.removed = None, commit, message.removed
         return []
 
     def program_ended(self, result: worker_messages.ProgramResult) -> None:

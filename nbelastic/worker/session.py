@@ -239,6 +239,8 @@ class Session:
             self._handle(news)
         if machine.leave_at is not None and machine.commits >= machine.leave_at:
             self.finish_gpu_work()
+            if self.holder is not None:
+                self.holder.hand_over(machine.removed)
             raise WorldLeft
         with self._inbox.lock:
             self._inbox.attention = machine.has_promised or not self._inbox.is_empty()

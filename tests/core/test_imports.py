@@ -25,6 +25,7 @@ MAY = {  # folder: the folders that it may import, beside `errors`; from the low
     "agent": {"transport", "protocol", "system"},
     "worker": {"transport", "protocol", "system"},
     "state": {"worker", "protocol", "system"},
+    "sharded": {"state", "worker", "protocol", "system"},
     "programs": {"state", "worker", "ipp", "protocol", "system"},
     "torchrun": {"transport", "protocol", "system"},
     "driver": {"core", "provision", "ipp", "transport", "protocol", "system"},

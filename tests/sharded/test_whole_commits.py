@@ -26,7 +26,7 @@ def test_the_newest_commit_that_every_shard_has():
             r2=[(8, 2), (9, 2), (8, 0)],
         )
     )
-    assert choice == Choice(Commit(1, 8), {0: (0, 2), 1: (1,), 2: (0, 2), 3: (1,)}, 0)
+    assert choice == Choice(Commit(1, 8), {0: (0, 2), 1: (1,), 2: (0, 2), 3: (1,)}, (0, 1, 2))
 
 
 def test_a_pair_that_holds_each_others_copies_is_lost_together():
@@ -39,7 +39,7 @@ def test_replicas_are_copies():
     """With two replicas, one rank of each pair is enough."""
     pairs = Origin(("a", "a", "b", "b"), (frozenset({0, 2}), frozenset({1, 3})))
     choice = choose(states(origin=pairs, r0=[(8, 0)], r3=[(8, 3)]))
-    assert choice == Choice(Commit(1, 8), {0: (0,), 3: (1,)}, 0)
+    assert choice == Choice(Commit(1, 8), {0: (0,), 3: (1,)}, (0, 1))
 
 
 def test_replicas_at_different_commits_return_to_the_one_that_all_chunks_have():

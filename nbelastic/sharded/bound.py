@@ -1,0 +1,174 @@
+"""The models and optimizers of one generation, and this rank's shard of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nbelastic.errors import StateError
+from nbelastic.sharded.arena import Shard, ShardTensor
+from nbelastic.sharded.chunks import OwnChunk
+from nbelastic.sharded.parameters import chunk_of, like, local_tensor, plain_name
+from nbelastic.state import optimizers
+from nbelastic.state.optimizers import frozen
+
+
+class Bound:
+    """`modules` and `optimizers` by name. StateError if one of them cannot be recovered."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module], trained_by: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.modules, self.optimizers = dict(modules), dict(trained_by)
+        self.parameters: dict[str, torch.nn.Parameter] = {}  # a shared one under its first name
+        self._names: dict[torch.Tensor, str] = {}
+        for name, module in self.modules.items():
+            check_module(name, module)
+            for key, parameter in module.named_parameters():
+                if parameter not in self._names:
+                    full = f"{name}.{plain_name(key)}"
+                    self._names[parameter], self.parameters[full] = full, parameter
+        for name, optimizer in self.optimizers.items():
+            check_optimizer(name, optimizer)
+            unknown = sum(parameter not in self._names for parameter in optimizers.parameters(optimizer))
+            if unknown:
+                raise StateError(
+                    f"{name} trains {unknown} parameters of no bound model: bind their model too, and make the optimizer "
+                    "after fully_shard."
+                )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the local tensors are."""
+        return next((local_tensor(one).device for one in self.parameters.values()), torch.device("cpu"))
+
+    def own_chunks(self) -> dict[str, OwnChunk]:
+        """What this rank sends to the others: see `chunks.join`."""
+        return {
+            name: OwnChunk(tuple(one.shape), str(one.dtype).removeprefix("torch."), chunk_of(name, one))
+            for name, one in self.parameters.items()
+        }
+
+    def shard(self) -> Shard:
+        """The live local tensors: parameters first, then what the optimizers keep for each."""
+        found: Shard = {}
+        for name, one in self.parameters.items():
+            found[_named(local_tensor(one), name)] = local_tensor(one)
+        for optimizer_name, optimizer in self.optimizers.items():
+            for parameter in optimizers.parameters(optimizer):
+                name = self._names[parameter]
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    if is_scalar(value):
+                        continue
+                    _check_entry(f"{optimizer_name} keeps {entry!r} for {name}", parameter, value)
+                    local = local_tensor(value)
+                    found[_named(local, name, optimizer_name, entry)] = local
+        return found
+
+    def scalars(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """What is not sharded of the optimizers' state, such as `step`: optimizer -> parameter -> entry -> value."""
+        return {
+            name: {
+                self._names[parameter]: {k: frozen(v) for k, v in optimizer.state[parameter].items() if is_scalar(v)}
+                for parameter in optimizers.parameters(optimizer)
+                if parameter in optimizer.state
+            }
+            for name, optimizer in self.optimizers.items()
+        }
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The options of each optimizer's groups, and the names of their parameters."""
+        return {
+            name: {
+                "groups": optimizers.settings(optimizer),
+                "names": [[self._names[one] for one in group["params"]] for group in optimizer.param_groups],
+            }
+            for name, optimizer in self.optimizers.items()
+        }
+
+    def set_optimizers(self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard) -> None:
+        """Set the optimizers' state: `settings` and `scalars` as these methods return them, and the tensors of `shard`."""
+        for name, optimizer in self.optimizers.items():
+            wanted, own = settings[name]["names"], self.settings()[name]["names"]
+            if wanted != own:
+                raise StateError(f"the groups of {name} have other parameters here than in the commit that is restored.")
+            optimizer.state.clear()
+            for parameter_name, entries in scalars[name].items():
+                optimizer.state[self.parameters[parameter_name]] = {k: frozen(v) for k, v in entries.items()}
+            optimizers.set_settings(optimizer, settings[name]["groups"])
+        for tensor, local in shard.items():
+            if tensor.optimizer:
+                parameter = self.parameters[tensor.parameter]
+                entries = self.optimizers[tensor.optimizer].state.setdefault(parameter, {})
+                entries[tensor.entry] = like(parameter, local)
+
+    def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The buffers of each model, which are whole on every rank."""
+        return {
+            name: {plain_name(key): buffer.detach() for key, buffer in module.named_buffers()}
+            for name, module in self.modules.items()
+        }
+
+    def set_buffers(self, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Copy these values into the buffers. StateError if the models have others."""
+        for name, own in self.buffers().items():
+            if own.keys() != wanted[name].keys():
+                odd = min(own.keys() ^ wanted[name].keys())
+                raise StateError(f"{name} has the buffer {odd} only here, or only in the commit that is restored.")
+            for key, buffer in own.items():
+                buffer.copy_(wanted[name][key])
+
+
+def _named(local: torch.Tensor, parameter: str, optimizer: str = "", entry: str = "") -> ShardTensor:
+    return ShardTensor(parameter, optimizer, entry, str(local.dtype).removeprefix("torch."))
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether it is the same number, or the like, on all ranks, and not split over them."""
+    return not isinstance(value, torch.Tensor) or (not isinstance(value, DTensor) and value.dim() == 0)
+
+
+def _check_entry(what: str, parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """StateError if an optimizer's tensor is not split as its parameter is."""
+    sharded = isinstance(parameter, DTensor), isinstance(value, DTensor)
+    same = value.shape == parameter.shape and sharded[0] == sharded[1]
+    if same and sharded[0]:
+        same = value.placements == parameter.placements  # type: ignore[attr-defined]
+    if not same:
+        raise StateError(
+            f"{what}, which is not split as the parameter is: ShardedState cannot re-shard it. "
+            "Use an optimizer that keeps tensors of the parameter's shape, such as AdamW or SGD."
+        )
+
+
+def check_module(name: str, module: torch.nn.Module) -> None:
+    """StateError if ShardedState cannot recover `module`."""
+    kinds = {base.__name__ for one in module.modules() for base in type(one).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        raise StateError(f"{name} is sharded with FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2).")
+    if "DistributedDataParallel" in kinds:
+        raise StateError(f"{name} is wrapped in DistributedDataParallel: use fully_shard, or TorchState for whole models.")
+    if type(module).__module__.split(".")[0] == "deepspeed":
+        raise StateError(f"{name} is DeepSpeed's {type(module).__name__}: use fully_shard (FSDP2).")
+    for key, parameter in module.named_parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+        if type(local) is not torch.Tensor:
+            raise StateError(f"{name}.{key} is stored as {type(local).__name__}: ShardedState keeps plain tensors only.")
+
+
+def check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """StateError if ShardedState cannot recover `optimizer`."""
+    kinds = {base.__name__ for base in type(optimizer).__mro__}
+    if "LBFGS" in kinds:
+        raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
+    if "ZeroRedundancyOptimizer" in kinds or type(optimizer).__module__.split(".")[0] == "deepspeed":
+        raise StateError(f"{name} is {type(optimizer).__name__}: use a plain torch.optim optimizer with fully_shard.")
+
+
+def print_once(text: str, printed: set[str]) -> None:
+    """Print a line to stderr, the first time."""
+    if text not in printed:
+        printed.add(text)
+        print(f"nbelastic: {text}", file=sys.stderr, flush=True)

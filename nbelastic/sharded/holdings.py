@@ -1,0 +1,47 @@
+"""What a rank holds between generations: shards of commits, its own and copies of others, with what describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbelastic.sharded.arena import Shard
+from nbelastic.sharded.chunks import Layout
+from nbelastic.sharded.whole_commits import Commit, Held, Origin, Statement
+
+Record = dict[str, Any]  # see `ShardedState._make_record`
+
+
+class Holdings:
+    """`shards`: what is held. `records`: the small values of commits that this rank made or received."""
+
+    def __init__(self) -> None:
+        self.shards: dict[Held, Shard] = {}
+        self.records: dict[Commit, Record] = {}
+        self.layouts: dict[int, Layout] = {}  # by generation
+        self.ranks: dict[int, int] = {}  # by generation, this worker's rank in it
+
+    def add_generation(self, layout: Layout, rank: int) -> None:
+        self.layouts[layout.generation], self.ranks[layout.generation] = layout, rank
+
+    def add_own(self, commit: Commit, shard: Shard, record: Record) -> None:
+        """This rank's own shard of a commit that it made."""
+        self.shards[Held(commit, self.ranks[commit.generation])] = shard
+        self.records[commit] = record
+
+    def add_copy(self, commit: Commit, rank: int, shard: Shard) -> None:
+        """A copy of the shard of another rank."""
+        self.shards[Held(commit, rank)] = shard
+
+    def keep(self, *commits: Commit) -> None:
+        """Drop all other commits."""
+        self.shards = {held: shard for held, shard in self.shards.items() if held.commit in commits}
+        self.records = {commit: record for commit, record in self.records.items() if commit in commits}
+        generations = {commit.generation for commit in commits}
+        self.layouts = {number: layout for number, layout in self.layouts.items() if number in generations}
+        self.ranks = {number: rank for number, rank in self.ranks.items() if number in generations}
+
+    def statement(self) -> Statement:
+        """What this rank reports to the other ranks of a new generation."""
+        used = {held.commit.generation for held in self.shards}
+        origins = {number: Origin(self.layouts[number].hosts, self.layouts[number].owners()) for number in used}
+        return Statement(tuple(sorted(self.shards)), origins, {number: self.ranks[number] for number in used})

@@ -1,0 +1,90 @@
+"""Fills the tensors of a new generation from shards that ranks hold: from memory, or from another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbelastic.errors import StateError
+from nbelastic.sharded.arena import Shard, ShardTensor
+from nbelastic.sharded.bound import Bound
+from nbelastic.sharded.chunks import Layout, owners_of
+from nbelastic.sharded.holdings import Record
+from nbelastic.sharded.parameters import local_tensor
+from nbelastic.sharded.resharding import Move
+from nbelastic.sharded.transfer import RESHARD, exchange
+
+
+def check_fits(old: Layout, new: Layout, bound: Bound, record: Record) -> None:
+    """StateError if the bound models and optimizers are not those of the commit that is restored."""
+    for kind, here, there in (
+        ("parameter", new.parameters.keys(), old.parameters.keys()),
+        ("optimizer", bound.optimizers.keys(), record["optimizers"].keys()),
+        ("model", bound.modules.keys(), record["buffers"].keys()),
+    ):
+        if here != there:
+            odd = min(here ^ there)
+            raise StateError(
+                f"the {kind} {odd} is {'not ' * (odd not in here)}bound here and {'not ' * (odd not in there)}"
+                "in the commit that is restored: build the same model in every call."
+            )
+    for name, parameter in new.parameters.items():
+        before = old.parameters[name]
+        if (parameter.shape, parameter.dtype) != (before.shape, before.dtype):
+            raise StateError(
+                f"{name} is {parameter.dtype} {parameter.shape} here and {before.dtype} {before.shape} in the commit "
+                "that is restored: build the same model in every call."
+            )
+
+
+def refill(
+    bound: Bound, names: Sequence[ShardTensor], plan: Iterable[Move], held: Mapping[int, Shard], rank: int, group: Any
+) -> Shard:
+    """Carry out the moves of this rank: into the new parameters, and into new tensors for the optimizers, which it returns.
+
+    `held`: the shards that this rank holds, by their rank in the old generation.
+    """
+    filled: Shard = {}
+    by_parameter: dict[str, list[ShardTensor]] = {}
+    for name in names:
+        own = local_tensor(bound.parameters[name.parameter])
+        filled[name] = torch.empty_like(own, dtype=getattr(torch, name.dtype)) if name.optimizer else own
+        by_parameter.setdefault(name.parameter, []).append(name)
+    sends: dict[int, list[torch.Tensor]] = {}
+    receives: dict[int, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for move in plan:
+            for name in by_parameter[move.name]:
+                if move.receiver == rank:
+                    target = filled[name][_part(move.into, move.sizes)]
+                    if move.sender == rank:
+                        target.copy_(held[move.shard][name][_part(move.start, move.sizes)])
+                    else:
+                        receives.setdefault(move.sender, []).append(target)
+                else:
+                    source = held[move.shard][name][_part(move.start, move.sizes)]
+                    sends.setdefault(move.receiver, []).append(source)
+        exchange(sends, receives, group, RESHARD)
+    return {name: tensor for name, tensor in filled.items() if name.optimizer}
+
+
+def equalize(bound: Bound, layout: Layout, rank: int, group: Any) -> None:
+    """Give ranks that hold the same chunk the values of the lowest of them."""
+    sends: dict[int, list[torch.Tensor]] = {}
+    receives: dict[int, list[torch.Tensor]] = {}
+    for name, parameter in layout.parameters.items():
+        for ranks in owners_of(parameter.chunks).values():
+            first = min(ranks)
+            if rank == first:
+                for other in sorted(ranks - {first}):
+                    sends.setdefault(other, []).append(local_tensor(bound.parameters[name]))
+            elif rank in ranks:
+                receives.setdefault(first, []).append(local_tensor(bound.parameters[name]))
+    with torch.no_grad():
+        exchange(sends, receives, group, RESHARD)
+
+
+def _part(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(start, sizes, strict=True))

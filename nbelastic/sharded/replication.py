@@ -1,0 +1,101 @@
+"""Copies of shards on other ranks, sent in a thread beside the training.
+
+At a commit that is copied, each rank fills an arena with its shard, and goes on. A thread sends it to the rank's buddies and
+receives theirs. When every rank has all copies, the commit is whole, whichever rank dies (see `buddies`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbelastic.sharded.arena import Arena, Arenas, Shard, ShardTensor
+from nbelastic.sharded.chunks import Layout
+from nbelastic.sharded.transfer import REPLICATE, exchange
+from nbelastic.sharded.whole_commits import Commit
+from nbelastic.worker.threads import run_in_thread
+
+
+class Replication:
+    """Of one generation. `group`: a gloo group of all ranks that no other code uses."""
+
+    def __init__(self, layout: Layout, rank: int, buddies: Sequence[Sequence[int]], group: Any, *, pinned: bool) -> None:
+        self.whole: Commit | None = None  # the newest commit of which all copies are complete
+        self.whole_at = 0.0  # when that was known (monotonic seconds)
+        self.seconds: float | None = None  # that the newest copies took
+        self.buddies = tuple(buddies[rank])
+        self.wards = tuple(other for other, ranks in enumerate(buddies) if rank in ranks)  # whose copies are kept here
+        self._layout, self._rank, self._group, self._pinned = layout, rank, group, pinned
+        self._arenas: dict[int, Arenas] = {}  # by rank: its shard or copies of it
+        self.running: Future[None] | None = None
+        self._copying: Commit | None = None
+        self._arrived: dict[int, Shard] = {}  # complete copies of the commit that is being copied, by rank
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas of this rank."""
+        return sum(arenas.nbytes for arenas in self._arenas.values())
+
+    def begin(self, commit: Commit, shard: Shard) -> Shard:
+        """Copy `shard`, and begin to send it. `finish` must have returned for the commit before. Returns the copy."""
+        names = tuple(shard)
+        own = self._take(self._rank, names, [tuple(tensor.shape) for tensor in shard.values()])
+        own.fill(shard)
+        copies = {ward: self._take(ward, names, self._shapes(ward, names)) for ward in self.wards}
+        self._copying, self._arrived = commit, arrived = commit, {}
+        self.running = run_in_thread(lambda: self._send(own, copies, arrived))
+        return own.tensors
+
+    def finish(self, wait: Callable[[Callable[[], None]], None]) -> tuple[Commit, dict[int, Shard]] | None:
+        """Wait for the commit that is being copied, if there is one: then it is whole. Raises what torch raised.
+
+        `wait(task)` runs the task, and may abandon it.
+        """
+        running, commit = self.running, self._copying
+        if running is None or commit is None:
+            return None
+        if not running.done():
+            wait(running.result)
+        running.result()
+        self.running = None
+        self.whole, self.whole_at = commit, time.monotonic()
+        return commit, self._arrived
+
+    def finish_if_done(self) -> tuple[Commit, dict[int, Shard]] | None:
+        """As `finish`, without waiting."""
+        if self.running is None or not self.running.done():
+            return None
+        return self.finish(lambda task: task())
+
+    def arrived(self) -> tuple[Commit, dict[int, Shard]] | None:
+        """The commit that was being copied when the generation ended, and the copies that are complete."""
+        return (self._copying, dict(self._arrived)) if self.running is not None and self._copying is not None else None
+
+    def _take(self, rank: int, names: tuple[ShardTensor, ...], shapes: list[tuple[int, ...]]) -> Arena:
+        """Memory for the shard of `rank`. An optimizer's first step adds tensors: then all memory is allocated anew."""
+        arenas = self._arenas.get(rank)
+        if arenas is None or arenas.names != names:
+            arenas = self._arenas[rank] = Arenas(names, shapes, pinned=self._pinned)
+        return arenas.take()
+
+    def _shapes(self, rank: int, names: Sequence[ShardTensor]) -> list[tuple[int, ...]]:
+        """The shapes of the local tensors of another rank."""
+        chunks = (self._layout.parameters[name.parameter].chunks[rank] for name in names)
+        return [chunk.sizes if chunk is not None else (0,) for chunk in chunks]
+
+    def _send(self, own: Arena, copies: dict[int, Arena], arrived: dict[int, Shard]) -> None:
+        begun = time.monotonic()
+        exchange(
+            {buddy: [own.block] for buddy in self.buddies},
+            {ward: [arena.block] for ward, arena in copies.items()},
+            self._group,
+            REPLICATE,
+        )
+        arrived.update({ward: arena.tensors for ward, arena in copies.items()})
+        dist.all_reduce(torch.ones(1), group=self._group)  # every rank has its copies
+        self.seconds = time.monotonic() - begun

@@ -1,0 +1,361 @@
+"""The state of a sharded model: what recovery returns to, and how the ranks of a new generation fill their shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from nbelastic.errors import StateError, UsageError
+from nbelastic.sharded.arena import Shard, ShardTensor
+from nbelastic.sharded.bound import Bound
+from nbelastic.sharded.buddies import choose_buddies, hand_over
+from nbelastic.sharded.chunks import Layout, OwnChunk, join
+from nbelastic.sharded.holdings import Holdings, Record
+from nbelastic.sharded.initial_values import allocate, set_first_values
+from nbelastic.sharded.mesh_caches import clear_mesh_caches
+from nbelastic.sharded.refill import check_fits, equalize, refill
+from nbelastic.sharded.replication import Replication
+from nbelastic.sharded.resharding import moves
+from nbelastic.sharded.transfer import HAND_OVER, exchange, gather_bytes
+from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose
+from nbelastic.state import rng
+from nbelastic.state.checks import frozen_value
+from nbelastic.state.contents import LARGE
+from nbelastic.state.state import State
+from nbelastic.state.transfer import Channel, check_plain, describe
+from nbelastic.system.argument_types import WHOLE, check_kind
+from nbelastic.worker import ranks
+from nbelastic.worker.formation import Formation
+from nbelastic.worker.session import Session
+
+T = TypeVar("T")
+END_TIMEOUT = 1.0  # seconds that an aborted copy may take to end
+
+
+class ShardedState(State):
+    """The state of models that are sharded over ranks: `ShardedState(step=0, sampler=sampler, every=4)`.
+
+    Its values are small things, as in `TorchState`. The elastic function makes model and optimizer, shards them with
+    `fully_shard(model, mesh=nbe.device_mesh())`, and calls `bind(model=model, optimizer=optimizer)`.
+
+    Every `every`-th commit is copied to memory and to `copies` other ranks, on other hosts if there are any, while the
+    training goes on. When ranks are lost, the others return to the newest commit of which every part is still there.
+    With `copies=0` a lost rank means the newest checkpoint, unless other replicas (HSDP) have its part.
+    """
+
+    def __init__(self, *unnamed: Any, copies: int = 1, every: int = 1, **values: Any) -> None:
+        for name, number, least in (("copies", copies, 0), ("every", every, 1)):
+            check_kind(name, number, WHOLE)
+            if number < least:
+                raise UsageError(f"ShardedState({name}={number}): at least {least}.")
+        for name, value in values.items():
+            if isinstance(value, LARGE):
+                raise StateError(
+                    f"{name} is {_article(type(value).__name__)}: make it inside the elastic function, after fully_shard, "
+                    f"and give it to bind({name}=…)."
+                )
+        self._copies, self._every = copies, every
+        self._small_names = frozenset(values)
+        self._bound: Bound | None = None
+        self._holdings = Holdings()
+        self._layout: Layout | None = None  # of the bound models
+        self._replication: Replication | None = None
+        self._group: Any = None  # for copies and re-sharding
+        self._formation: Formation | None = None
+        self._source: Choice | None = None  # the commit that `bind` restores; None: first values
+        self._live: Commit | None = None  # the live tensors are of this commit
+        self._live_record: Record = {}
+        self._hooks: list[Any] = []
+        super().__init__(*unnamed, **values)
+
+    # ---- for the program ----
+
+    def bind(self, *, init: Callable[[Any], object] | None = None, **values: Any) -> None:
+        """Collective: take models, optimizers and what has a `state_dict()` (schedulers) into the state.
+
+        At the job's first call, models that were made on the meta device get their first values: by `init(model)`, or by
+        `reset_parameters()` of each layer, with the values that the whole model would have. Later, all get the values of the
+        commit that the ranks return to. Call it once per call of the elastic function, after `fully_shard`.
+        """
+        session, formation = self._session, self._formation
+        if session is None or formation is None:
+            raise UsageError("bind() works inside a function decorated with @nbe.elastic.")
+        if self._bound is not None:
+            raise UsageError("bind() was called already: give it all models and optimizers at once.")
+        bound = self._take(values)
+        allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
+        layout = self._agree_on_layout(bound, formation, session)
+        self._group = dist.new_group(backend="gloo") if formation.world_size > 1 else None
+        self._bound, self._layout, rank = bound, layout, formation.rank
+        source, held = self._source, self._holdings
+        if source is None:
+            set_first_values(bound, allocated, init)
+            session.run_abortable(lambda: equalize(bound, layout, rank, self._group))
+        else:
+            record, old = held.records[source.commit], held.layouts[source.commit.generation]
+            names = [ShardTensor(*name) for name in record["tensors"]]
+            check_fits(old, layout, bound, record)
+            own = {shard: held.shards[Held(source.commit, shard)] for shard in source.holders if rank in source.holders[shard]}
+            plan = list(moves(old, layout, source.holders, rank))
+            filled = session.run_abortable(lambda: refill(bound, names, plan, own, rank, self._group))
+            bound.set_optimizers(record["optimizers"], record["scalars"], filled)
+            bound.set_buffers(record["buffers"])
+            self._set_small(record)
+        held.add_generation(layout, rank)
+        self._hooks = [o.register_step_pre_hook(self._before_step) for o in bound.optimizers.values()]
+        buddies = choose_buddies(layout.hosts, layout.owners(), self._copies)
+        self._replication = Replication(layout, rank, buddies, self._group, pinned=bound.device.type == "cuda")
+        self._set_live()
+        self._replicate()
+
+    def commit(self) -> None:
+        """Mark the point that recovery returns to. Every rank calls it, equally often, right after `optimizer.step()`.
+
+        While gradients are accumulated, a commit without a step does nothing. Here the ranks leave together for a planned
+        change of the world.
+        """
+        session, bound = self._session, self._bound
+        if session is None or bound is None:
+            raise UsageError("call bind(model=…, optimizer=…) before commit().")
+        if self._live is not None and any(parameter.grad is not None for parameter in bound.parameters.values()):
+            return
+        session.check(bound.device)
+        self.commits += 1
+        self._set_live()
+        if self.commits % self._every == 0:
+            self._replicate()
+        elif self._replication is not None:
+            self._absorb(self._replication.finish_if_done())
+        session.committed(self.commits)
+
+    def save(self, path: str | Path, *, keep: int = 3) -> Any:
+        raise StateError("ShardedState cannot save checkpoints yet.")
+
+    def load(self, path: str | Path) -> Path:
+        raise StateError("ShardedState cannot load checkpoints yet.")
+
+    def restore(self) -> None:
+        raise StateError("ShardedState cannot return to a commit within a generation: raise, and the job ends.")
+
+    # ---- for the elastic loop ----
+
+    def begin(self, session: Session) -> None:
+        self.end()
+        self._session, self.commits = session, 0
+        check_plain(describe(self._contents.small(), []))
+
+    def end(self) -> None:
+        self._unbind()
+        self._holdings, self._source, self._formation, self._session = Holdings(), None, None, None
+
+    @property
+    def clean(self) -> bool:
+        return self._bound is None or self._live is not None
+
+    def undo(self) -> None:
+        """Return to the last commit, as far as that is possible here: see `clean`."""
+        if self._live_record:
+            self._set_small(self._live_record)
+
+    def generation_ended(self) -> None:
+        """Keep the live tensors if they are those of a commit, and drop the models: their groups are closed."""
+        replication = self._replication
+        if replication is not None and replication.running is not None:
+            wait_for((replication.running,), END_TIMEOUT)
+            with contextlib.suppress(RuntimeError):
+                self._absorb(replication.finish_if_done())
+            unfinished = replication.arrived()
+            if unfinished is not None:
+                for rank, shard in unfinished[1].items():
+                    self._holdings.add_copy(unfinished[0], rank, shard)
+        bound, live = self._bound, self._live
+        if bound is not None and live is not None and live not in self._holdings.records:
+            shard = bound.shard()
+            self._holdings.add_own(live, shard, self._full_record(shard))
+        self._unbind()
+
+    def hand_over(self, leaving: tuple[int, ...]) -> None:
+        """Collective, at a commit after which the ranks `leaving` end: they send what no staying rank holds."""
+        layout, bound, live, formation = self._layout, self._bound, self._live, self._formation
+        if not leaving or layout is None or bound is None or live is None or formation is None or self._session is None:
+            return
+        plan, rank, shard = hand_over(layout.owners(), leaving, formation.world_size), formation.rank, bound.shard()
+        if not plan:
+            return
+        received = {
+            source: {
+                name: torch.empty(_sizes(layout, name, source), dtype=getattr(torch, name.dtype)) for name in shard
+            }
+            for source, target in plan.items()
+            if target == rank
+        }
+        sends = {plan[rank]: list(shard.values())} if rank in plan else {}
+        receives = {source: list(parts.values()) for source, parts in received.items()}
+
+        def move() -> None:
+            exchange(sends, receives, self._group, HAND_OVER)
+            dist.all_reduce(torch.ones(1), group=self._group)
+
+        self._finish_copies()
+        self._session.run_abortable(move)
+        for source, parts in received.items():
+            self._holdings.add_copy(live, source, parts)
+
+    def sync(self, formation: Formation) -> None:
+        """Collective: choose the newest whole commit, and set the small values of all ranks to it."""
+        assert self._session is not None
+        run = self._session.run_abortable
+        own = msgspec.msgpack.encode(self._holdings.statement())
+        statements = [msgspec.msgpack.decode(one, type=Statement) for one in run(lambda: gather_bytes(own))]
+        choice = choose(statements)
+        if isinstance(choice, Lost) and choice.commit.number > 0:
+            raise StateError(_lost(choice))
+        self._formation = formation
+        self._source = choice if isinstance(choice, Choice) else None
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        root, complete = (choice.members[0], choice.members) if isinstance(choice, Choice) else (0, (0,))
+        receivers = [rank for rank in range(formation.world_size) if rank not in complete]
+        channel = Channel(root, receivers, formation.rank, formation.world_size, device)
+        if isinstance(choice, Choice):
+            self._sync_to(choice, channel, run)
+        elif receivers:
+            self._holdings = Holdings()
+            self._set_small(run(lambda: channel.move_object({"small": self._contents.small()})))
+
+    def _sync_to(self, choice: Choice, channel: Channel, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """Set the small values to those of the chosen commit; ranks that did not make it receive them."""
+        holdings, commit = self._holdings, choice.commit
+        if channel.takes_part:
+            sent = None
+            if channel.sends:
+                layout = msgspec.msgpack.encode(holdings.layouts[commit.generation])
+                record = {key: value for key, value in holdings.records[commit].items() if key != "random"}
+                sent = {"record": record, "layout": torch.frombuffer(bytearray(layout), dtype=torch.uint8)}
+            received = run(lambda: channel.move_object(sent))
+            if channel.receives:
+                layout = msgspec.msgpack.decode(received["layout"].numpy().tobytes(), type=Layout)
+                holdings.layouts[commit.generation], holdings.records[commit] = layout, received["record"]
+        holdings.keep(commit)
+        self.commits = commit.number
+        self._set_small(holdings.records[commit])
+
+    # ---- parts ----
+
+    def _take(self, values: dict[str, Any]) -> Bound:
+        """Sort the values given to `bind`. StateError if one of them cannot be recovered."""
+        modules, trained_by = {}, {}
+        for name, value in values.items():
+            if name.startswith("_") or hasattr(type(self), name) or name in self._small_names:
+                raise StateError(f"{name!r} cannot be the name of a bound value: choose another.")
+            if isinstance(value, torch.nn.Module):
+                modules[name] = value
+            elif isinstance(value, torch.optim.Optimizer):
+                trained_by[name] = value
+            elif not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise StateError(
+                    f"bind({name}=…) takes models, optimizers and what has a state_dict(), not {type(value).__name__}: "
+                    "give numbers to ShardedState() itself."
+                )
+        if not modules:
+            raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
+        bound = Bound(modules, trained_by)
+        self._contents.values.update(values)
+        return bound
+
+    def _agree_on_layout(self, bound: Bound, formation: Formation, session: Session) -> Layout:
+        """Collective: the chunks of all ranks."""
+        own = msgspec.msgpack.encode(bound.own_chunks())
+        tables = session.run_abortable(lambda: gather_bytes(own))
+        by_rank = [msgspec.msgpack.decode(table, type=dict[str, OwnChunk]) for table in tables]
+        hosts = [host for host, count in formation.hosts for _ in range(count)]
+        return join(formation.generation, hosts, by_rank)
+
+    def _unbind(self) -> None:
+        if self._bound is not None:
+            clear_mesh_caches(self._bound.device)
+        for hook in self._hooks:
+            hook.remove()
+        for name in [name for name in self._contents.values if name not in self._small_names]:
+            del self._contents.values[name]
+        self._hooks = []
+        self._bound = self._layout = self._replication = self._group = self._live = None
+
+    def _before_step(self, *_: Any) -> None:
+        """An optimizer is about to change the live tensors."""
+        if self._live is not None and self._session is not None and self._bound is not None:
+            self._session.check(self._bound.device)
+        self._live = None
+
+    def _set_live(self) -> None:
+        """The live tensors are those of the present commit: record what a step or a forward pass changes beside them."""
+        bound, layout = self._bound, self._layout
+        assert bound is not None
+        assert layout is not None
+        self._live = Commit(layout.generation, self.commits)
+        buffers = {name: {k: b.clone() for k, b in own.items()} for name, own in bound.buffers().items()}
+        small = {name: frozen_value(name, value) for name, value in self._contents.small().items()}
+        self._live_record = {
+            "small": small,
+            "buffers": buffers,
+            "optimizers": bound.settings(),
+            "random": rng.get_states(),
+        }
+
+    def _full_record(self, shard: Shard) -> Record:
+        """All that belongs to the present commit beside the shards."""
+        assert self._bound is not None
+        return {**self._live_record, "scalars": self._bound.scalars(), "tensors": [tuple(name) for name in shard]}
+
+    def _set_small(self, record: Record) -> None:
+        """Set counters, samplers and schedulers, as far as they are there, and this rank's random generators."""
+        values = self._contents.values
+        self._contents.set_small({name: value for name, value in record["small"].items() if name in values})
+        if "random" in record:
+            rng.set_states(record["random"])
+
+    def _replicate(self) -> None:
+        """Copy the present commit, and begin to send it to the buddies."""
+        bound, live, replication = self._bound, self._live, self._replication
+        if not self._copies or replication is None or bound is None or live is None:
+            return
+        self._finish_copies()
+        shard = bound.shard()
+        self._holdings.add_own(live, replication.begin(live, shard), self._full_record(shard))
+
+    def _finish_copies(self) -> None:
+        """Wait until the last commit that is being copied is whole."""
+        if self._replication is not None and self._session is not None:
+            self._absorb(self._replication.finish(self._session.run_abortable))
+
+    def _absorb(self, finished: tuple[Commit, dict[int, Shard]] | None) -> None:
+        """A commit is whole: drop all older ones."""
+        if finished is not None:
+            commit, copies = finished
+            for rank, shard in copies.items():
+                self._holdings.add_copy(commit, rank, shard)
+            self._holdings.keep(commit)
+
+
+def _lost(lost: Lost) -> str:
+    names = ", ".join(f"rank {shard} ({host})" for shard, host in zip(lost.shards, lost.hosts, strict=True))
+    return (
+        f"the training state is lost: no worker is left with the shards of {names} of generation {lost.commit.generation}, "
+        f"nor with copies of them, so commit {lost.commit.number} is not whole. "
+        "With copies=2 a state outlives the loss of any two ranks; checkpoints outlive all."
+    )
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+
+
+def _sizes(layout: Layout, name: ShardTensor, rank: int) -> tuple[int, ...]:
+    chunk = layout.parameters[name.parameter].chunks[rank]
+    return chunk.sizes if chunk is not None else (0,)
