@@ -30,11 +30,11 @@ Shard = dict[ShardTensor, torch.Tensor]
 class Arena:
     """Space for one shard: `tensors` are views of `block`."""
 
-    def __init__(self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], *, pinned: bool = False) -> None:
+    def __init__(
+        self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], *, pinned: bool = False
+    ) -> None:
         dtypes = [getattr(torch, name.dtype) for name in names]
-        lengths = [
-            torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
+        lengths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
         self.block = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=pinned)
         self.tensors: Shard = {
@@ -53,7 +53,9 @@ class Arena:
 class Arenas:
     """Two arenas of one shard, used in turn: while one is filled or sent, the other has the last whole commit."""
 
-    def __init__(self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], *, pinned: bool = False) -> None:
+    def __init__(
+        self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], *, pinned: bool = False
+    ) -> None:
         self.names, self._shapes, self._pinned = tuple(names), tuple(shapes), pinned
         self._made: list[Arena] = []
         self._next = 0

@@ -93,7 +93,9 @@ class Bound:
         for name, optimizer in self.optimizers.items():
             wanted, own = settings[name]["names"], self.settings()[name]["names"]
             if wanted != own:
-                raise StateError(f"the groups of {name} have other parameters here than in the commit that is restored.")
+                raise StateError(
+                    f"the groups of {name} have other parameters here than in the commit that is restored."
+                )
             optimizer.state.clear()
             for parameter_name, entries in scalars[name].items():
                 optimizer.state[self.parameters[parameter_name]] = {k: frozen(v) for k, v in entries.items()}
@@ -135,7 +137,7 @@ def _check_entry(what: str, parameter: torch.Tensor, value: torch.Tensor) -> Non
     sharded = isinstance(parameter, DTensor), isinstance(value, DTensor)
     same = value.shape == parameter.shape and sharded[0] == sharded[1]
     if same and sharded[0]:
-        same = value.placements == parameter.placements  # type: ignore[attr-defined]
+        same = value.placements == parameter.placements
     if not same:
         raise StateError(
             f"{what}, which is not split as the parameter is: ShardedState cannot re-shard it. "
@@ -149,13 +151,17 @@ def check_module(name: str, module: torch.nn.Module) -> None:
     if "FullyShardedDataParallel" in kinds:
         raise StateError(f"{name} is sharded with FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2).")
     if "DistributedDataParallel" in kinds:
-        raise StateError(f"{name} is wrapped in DistributedDataParallel: use fully_shard, or TorchState for whole models.")
+        raise StateError(
+            f"{name} is wrapped in DistributedDataParallel: use fully_shard, or TorchState for whole models."
+        )
     if type(module).__module__.split(".")[0] == "deepspeed":
         raise StateError(f"{name} is DeepSpeed's {type(module).__name__}: use fully_shard (FSDP2).")
     for key, parameter in module.named_parameters():
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         if type(local) is not torch.Tensor:
-            raise StateError(f"{name}.{key} is stored as {type(local).__name__}: ShardedState keeps plain tensors only.")
+            raise StateError(
+                f"{name}.{key} is stored as {type(local).__name__}: ShardedState keeps plain tensors only."
+            )
 
 
 def check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ class Holdings:
         self.layouts[layout.generation], self.ranks[layout.generation] = layout, rank
 
     def add_own(self, commit: Commit, shard: Shard, record: Record) -> None:
-        """This rank's own shard of a commit that it made."""
+        """Keep the shard that this rank has of a commit that it made."""
         self.shards[Held(commit, self.ranks[commit.generation])] = shard
         self.records[commit] = record
 

@@ -29,9 +29,7 @@ def device_mesh(shard: int | None = None, tensor: int | None = None) -> DeviceMe
     return init_device_mesh(ranks.device().type, sizes, mesh_dim_names=names)
 
 
-def mesh_shape(
-    hosts: list[int], shard: int | None, tensor: int | None
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def mesh_shape(hosts: list[int], shard: int | None, tensor: int | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The names and sizes of the mesh's dimensions. `hosts`: the number of ranks of each host."""
     size = sum(hosts)
     inner = 1

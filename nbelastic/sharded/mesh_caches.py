@@ -25,13 +25,13 @@ def clear_mesh_caches(device: torch.device) -> None:
         _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()
 
 
-class _ClearInBackward(torch.autograd.Function):
+class _ClearInBackward(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(_ctx: Any, *gradients: Any) -> Any:
         _clear()
         return gradients[0]
 

@@ -19,12 +19,12 @@ def plain_name(name: str) -> str:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, without gradients and without a reference to the mesh."""
+    """The part that this rank has, without gradients and without a reference to the mesh."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def chunk_of(name: str, tensor: torch.Tensor) -> Chunk | None:
-    """This rank's chunk; the whole tensor if it is not sharded; None if this rank has no element of it.
+    """The chunk that this rank has; the whole tensor if it is not sharded; None if this rank has no element of it.
 
     StateError if it is split in a way that torch's distributed checkpoints do not describe by one chunk per rank.
     """

@@ -40,7 +40,13 @@ def check_fits(old: Layout, new: Layout, bound: Bound, record: Record) -> None:
 
 
 def refill(
-    bound: Bound, names: Sequence[ShardTensor], plan: Iterable[Move], held: Mapping[int, Shard], rank: int, group: Any
+    bound: Bound,
+    names: Sequence[ShardTensor],
+    plan: Iterable[Move],
+    held: Mapping[int, Shard],
+    *,
+    rank: int,
+    group: Any,
 ) -> Shard:
     """Carry out the moves of this rank: into the new parameters, and into new tensors for the optimizers, which it returns.
 

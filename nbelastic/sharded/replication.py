@@ -24,7 +24,9 @@ from nbelastic.worker.threads import run_in_thread
 class Replication:
     """Of one generation. `group`: a gloo group of all ranks that no other code uses."""
 
-    def __init__(self, layout: Layout, rank: int, buddies: Sequence[Sequence[int]], group: Any, *, pinned: bool) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, buddies: Sequence[Sequence[int]], group: Any, *, pinned: bool
+    ) -> None:
         self.whole: Commit | None = None  # the newest commit of which all copies are complete
         self.whole_at = 0.0  # when that was known (monotonic seconds)
         self.seconds: float | None = None  # that the newest copies took
@@ -47,7 +49,8 @@ class Replication:
         own = self._take(self._rank, names, [tuple(tensor.shape) for tensor in shard.values()])
         own.fill(shard)
         copies = {ward: self._take(ward, names, self._shapes(ward, names)) for ward in self.wards}
-        self._copying, self._arrived = commit, arrived = commit, {}
+        arrived: dict[int, Shard] = {}
+        self._copying, self._arrived = commit, arrived
         self.running = run_in_thread(lambda: self._send(own, copies, arrived))
         return own.tensors
 

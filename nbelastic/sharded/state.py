@@ -69,8 +69,8 @@ class ShardedState(State):
         self._replication: Replication | None = None
         self._group: Any = None  # for copies and re-sharding
         self._formation: Formation | None = None
-        self._source: Choice | None = None  # the commit that `bind` restores; None: first values
-        self._live: Commit | None = None  # the live tensors are of this commit
+        self._choice: Choice | None = None  # the commit that `bind` restores; None: first values
+        self._live_commit: Commit | None = None  # the live tensors are of this commit
         self._live_record: Record = {}
         self._hooks: list[Any] = []
         super().__init__(*unnamed, **values)
@@ -94,7 +94,7 @@ class ShardedState(State):
         layout = self._agree_on_layout(bound, formation, session)
         self._group = dist.new_group(backend="gloo") if formation.world_size > 1 else None
         self._bound, self._layout, rank = bound, layout, formation.rank
-        source, held = self._source, self._holdings
+        source, held = self._choice, self._holdings
         if source is None:
             set_first_values(bound, allocated, init)
             session.run_abortable(lambda: equalize(bound, layout, rank, self._group))
@@ -102,9 +102,13 @@ class ShardedState(State):
             record, old = held.records[source.commit], held.layouts[source.commit.generation]
             names = [ShardTensor(*name) for name in record["tensors"]]
             check_fits(old, layout, bound, record)
-            own = {shard: held.shards[Held(source.commit, shard)] for shard in source.holders if rank in source.holders[shard]}
+            own = {
+                shard: held.shards[Held(source.commit, shard)]
+                for shard in source.holders
+                if rank in source.holders[shard]
+            }
             plan = list(moves(old, layout, source.holders, rank))
-            filled = session.run_abortable(lambda: refill(bound, names, plan, own, rank, self._group))
+            filled = session.run_abortable(lambda: refill(bound, names, plan, own, rank=rank, group=self._group))
             bound.set_optimizers(record["optimizers"], record["scalars"], filled)
             bound.set_buffers(record["buffers"])
             self._set_small(record)
@@ -124,7 +128,7 @@ class ShardedState(State):
         session, bound = self._session, self._bound
         if session is None or bound is None:
             raise UsageError("call bind(model=…, optimizer=…) before commit().")
-        if self._live is not None and any(parameter.grad is not None for parameter in bound.parameters.values()):
+        if self._live_commit is not None and any(parameter.grad is not None for parameter in bound.parameters.values()):
             return
         session.check(bound.device)
         self.commits += 1
@@ -153,11 +157,11 @@ class ShardedState(State):
 
     def end(self) -> None:
         self._unbind()
-        self._holdings, self._source, self._formation, self._session = Holdings(), None, None, None
+        self._holdings, self._choice, self._formation, self._session = Holdings(), None, None, None
 
     @property
     def clean(self) -> bool:
-        return self._bound is None or self._live is not None
+        return self._bound is None or self._live_commit is not None
 
     def undo(self) -> None:
         """Return to the last commit, as far as that is possible here: see `clean`."""
@@ -175,7 +179,7 @@ class ShardedState(State):
             if unfinished is not None:
                 for rank, shard in unfinished[1].items():
                     self._holdings.add_copy(unfinished[0], rank, shard)
-        bound, live = self._bound, self._live
+        bound, live = self._bound, self._live_commit
         if bound is not None and live is not None and live not in self._holdings.records:
             shard = bound.shard()
             self._holdings.add_own(live, shard, self._full_record(shard))
@@ -183,7 +187,7 @@ class ShardedState(State):
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective, at a commit after which the ranks `leaving` end: they send what no staying rank holds."""
-        layout, bound, live, formation = self._layout, self._bound, self._live, self._formation
+        layout, bound, live, formation = self._layout, self._bound, self._live_commit, self._formation
         if not leaving or layout is None or bound is None or live is None or formation is None or self._session is None:
             return
         plan, rank, shard = hand_over(layout.owners(), leaving, formation.world_size), formation.rank, bound.shard()
@@ -218,7 +222,7 @@ class ShardedState(State):
         if isinstance(choice, Lost) and choice.commit.number > 0:
             raise StateError(_lost(choice))
         self._formation = formation
-        self._source = choice if isinstance(choice, Choice) else None
+        self._choice = choice if isinstance(choice, Choice) else None
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         root, complete = (choice.members[0], choice.members) if isinstance(choice, Choice) else (0, (0,))
         receivers = [rank for rank in range(formation.world_size) if rank not in complete]
@@ -235,9 +239,9 @@ class ShardedState(State):
         if channel.takes_part:
             sent = None
             if channel.sends:
-                layout = msgspec.msgpack.encode(holdings.layouts[commit.generation])
+                table = msgspec.msgpack.encode(holdings.layouts[commit.generation])
                 record = {key: value for key, value in holdings.records[commit].items() if key != "random"}
-                sent = {"record": record, "layout": torch.frombuffer(bytearray(layout), dtype=torch.uint8)}
+                sent = {"record": record, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)}
             received = run(lambda: channel.move_object(sent))
             if channel.receives:
                 layout = msgspec.msgpack.decode(received["layout"].numpy().tobytes(), type=Layout)
@@ -285,20 +289,20 @@ class ShardedState(State):
         for name in [name for name in self._contents.values if name not in self._small_names]:
             del self._contents.values[name]
         self._hooks = []
-        self._bound = self._layout = self._replication = self._group = self._live = None
+        self._bound = self._layout = self._replication = self._group = self._live_commit = None
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change the live tensors."""
-        if self._live is not None and self._session is not None and self._bound is not None:
+        if self._live_commit is not None and self._session is not None and self._bound is not None:
             self._session.check(self._bound.device)
-        self._live = None
+        self._live_commit = None
 
     def _set_live(self) -> None:
         """The live tensors are those of the present commit: record what a step or a forward pass changes beside them."""
         bound, layout = self._bound, self._layout
         assert bound is not None
         assert layout is not None
-        self._live = Commit(layout.generation, self.commits)
+        self._live_commit = Commit(layout.generation, self.commits)
         buffers = {name: {k: b.clone() for k, b in own.items()} for name, own in bound.buffers().items()}
         small = {name: frozen_value(name, value) for name, value in self._contents.small().items()}
         self._live_record = {
@@ -322,7 +326,7 @@ class ShardedState(State):
 
     def _replicate(self) -> None:
         """Copy the present commit, and begin to send it to the buddies."""
-        bound, live, replication = self._bound, self._live, self._replication
+        bound, live, replication = self._bound, self._live_commit, self._replication
         if not self._copies or replication is None or bound is None or live is None:
             return
         self._finish_copies()

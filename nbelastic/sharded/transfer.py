@@ -41,7 +41,7 @@ def exchange(
     `sends[rank]` there and `receives[rank]` here are tensors of the same types and sizes in the same order.
     """
     works: list[Any] = []
-    arrived: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+    arrived: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     try:
         for rank, tensors in receives.items():
             for bundle in _bundles(tensors):
@@ -50,11 +50,13 @@ def exchange(
                     flat = torch.empty(sum(tensor.nbytes for tensor in bundle), dtype=torch.uint8)
                     arrived.append((flat, bundle))
                 works += [dist.irecv(piece, rank, group=group, tag=tag) for piece in flat.split(PIECE)]
-        for rank, tensors in sends.items():
-            for bundle in _bundles(tensors):
+        for rank, sent in sends.items():
+            for bundle in _bundles(sent):
                 flat = _as_bytes(bundle[0]) if len(bundle) == 1 else None
                 if flat is None:
-                    flat = torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in bundle])
+                    flat = torch.cat(
+                        [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in bundle]
+                    )
                 works += [dist.isend(piece, rank, group=group, tag=tag) for piece in flat.split(PIECE)]
     finally:
         wait_for_all(works)

@@ -85,5 +85,7 @@ def _members(statements: Sequence[Statement], commit: Commit) -> tuple[int, ...]
     return tuple(
         rank
         for rank, statement in enumerate(statements)
-        if any(held.commit == commit and held.shard == statement.ranks.get(commit.generation) for held in statement.held)
+        if any(
+            held.commit == commit and held.shard == statement.ranks.get(commit.generation) for held in statement.held
+        )
     )

@@ -176,7 +176,7 @@ class State:
         """The ranks `leaving` end after this commit: every other rank holds the same state, so they send nothing."""
 
     def generation_ended(self) -> None:
-        """This rank has left a generation, at a commit or after an abort."""
+        """Called when this rank has left a generation, at a commit or after an abort."""
 
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""

@@ -54,9 +54,7 @@ def test_every_element_comes_once_or_the_missing_chunks_are_named(world):
         return
     assert isinstance(choice, Choice)
     assert old.missing(present) == []
-    whole = {
-        name: np.arange(np.prod(p.shape, dtype=int)).reshape(p.shape) + 1 for name, p in old.parameters.items()
-    }
+    whole = {name: np.arange(np.prod(p.shape, dtype=int)).reshape(p.shape) + 1 for name, p in old.parameters.items()}
     filled, counts = {}, {}
     for name, parameter in new.parameters.items():
         for rank, chunk in enumerate(parameter.chunks):
