@@ -121,9 +121,7 @@ class _Loop:
                 error, self._own_error = self._own_error, None
                 raise error
             again = True
-            if outcome == "aborted":
-                self._state.undo()
-            self._state.generation_ended()
+            self._state.generation_ended(aborted=outcome == "aborted")
 
     def _run_generation(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
         """Call the function in one generation. Keep no exception of it: a traceback would keep the old group alive."""

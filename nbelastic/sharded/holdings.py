@@ -33,10 +33,10 @@ class Holdings:
         self.shards[Held(commit, rank)] = shard
 
     def keep(self, *commits: Commit) -> None:
-        """Drop all other commits."""
+        """Drop all other commits, and the layouts of all other generations but the newest."""
         self.shards = {held: shard for held, shard in self.shards.items() if held.commit in commits}
         self.records = {commit: record for commit, record in self.records.items() if commit in commits}
-        generations = {commit.generation for commit in commits}
+        generations = {*(commit.generation for commit in commits), max(self.layouts, default=0)}
         self.layouts = {number: layout for number, layout in self.layouts.items() if number in generations}
         self.ranks = {number: rank for number, rank in self.ranks.items() if number in generations}
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.parameters import chunk_of, local_tensor
+from nbelastic.sharded.transfer import broadcast_bytes
 
 
 def allocate(model: torch.nn.Module, device: torch.device) -> set[torch.Tensor]:
@@ -27,18 +27,19 @@ def allocate(model: torch.nn.Module, device: torch.device) -> set[torch.Tensor]:
 
 
 def set_first_values(
-    bound: Bound, allocated: Mapping[str, set[torch.Tensor]], init: Callable[[Any], object] | None
+    bound: Bound,
+    allocated: Mapping[str, set[torch.Tensor]],
+    init: Callable[[Any], object] | None,
+    run: Callable[[Callable[[], bytes]], bytes],
+    group: Any,
 ) -> None:
     """Collective: give all models their first values. All ranks draw the same random numbers, those of rank 0.
 
     Afterwards each rank goes on with its own random generators.
     """
     with torch.random.fork_rng(enabled=True), torch.no_grad():
-        shared = torch.get_rng_state()
-        if dist.get_world_size() > 1:
-            shared = shared.to(bound.device)
-            dist.broadcast(shared, 0)
-        torch.set_rng_state(shared.cpu())
+        shared = run(lambda: broadcast_bytes(torch.get_rng_state().numpy().tobytes(), 0, group))
+        torch.set_rng_state(torch.frombuffer(bytearray(shared), dtype=torch.uint8))
         if bound.device.type == "cuda":
             torch.cuda.manual_seed(torch.initial_seed())
         for name, model in bound.modules.items():

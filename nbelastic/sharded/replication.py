@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from nbelastic.sharded.arena import Arena, Arenas, Shard, ShardTensor
 from nbelastic.sharded.chunks import Layout
-from nbelastic.sharded.transfer import REPLICATE, exchange
+from nbelastic.sharded.transfer import REPLICATE, exchange, meet
 from nbelastic.sharded.whole_commits import Commit
 from nbelastic.worker.threads import run_in_thread
 
@@ -100,5 +97,5 @@ class Replication:
             REPLICATE,
         )
         arrived.update({ward: arena.tensors for ward, arena in copies.items()})
-        dist.all_reduce(torch.ones(1), group=self._group)  # every rank has its copies
+        meet(self._group)  # every rank has its copies
         self.seconds = time.monotonic() - begun

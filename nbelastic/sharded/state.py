@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from nbelastic.errors import StateError, UsageError
 from nbelastic.sharded.arena import Shard, ShardTensor
@@ -23,13 +22,13 @@ from nbelastic.sharded.mesh_caches import clear_mesh_caches
 from nbelastic.sharded.refill import check_fits, equalize, refill
 from nbelastic.sharded.replication import Replication
 from nbelastic.sharded.resharding import moves
-from nbelastic.sharded.transfer import HAND_OVER, exchange, gather_bytes
+from nbelastic.sharded.transfer import HAND_OVER, broadcast_bytes, exchange, gather_bytes, meet
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose
 from nbelastic.state import rng
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import LARGE
 from nbelastic.state.state import State
-from nbelastic.state.transfer import Channel, check_plain, describe
+from nbelastic.state.transfer import check_plain, describe, from_bytes, to_bytes
 from nbelastic.system.argument_types import WHOLE, check_kind
 from nbelastic.worker import ranks
 from nbelastic.worker.formation import Formation
@@ -92,11 +91,10 @@ class ShardedState(State):
         bound = self._take(values)
         allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
         layout = self._agree_on_layout(bound, formation, session)
-        self._group = dist.new_group(backend="gloo") if formation.world_size > 1 else None
         self._bound, self._layout, rank = bound, layout, formation.rank
         source, held = self._choice, self._holdings
         if source is None:
-            set_first_values(bound, allocated, init)
+            set_first_values(bound, allocated, init, session.run_abortable, self._group)
             session.run_abortable(lambda: equalize(bound, layout, rank, self._group))
         else:
             record, old = held.records[source.commit], held.layouts[source.commit.generation]
@@ -137,6 +135,8 @@ class ShardedState(State):
             self._replicate()
         elif self._replication is not None:
             self._absorb(self._replication.finish_if_done())
+        if not self._copies:
+            self._holdings.keep()  # a step of this generation was made, so every rank has filled its shard
         session.committed(self.commits)
 
     def save(self, path: str | Path, *, keep: int = 3) -> Any:
@@ -168,10 +168,13 @@ class ShardedState(State):
         if self._live_record:
             self._set_small(self._live_record)
 
-    def generation_ended(self) -> None:
-        """Keep the live tensors if they are those of a commit, and drop the models: their groups are closed."""
+    def generation_ended(self, *, aborted: bool) -> None:
+        """Keep the live tensors if they are those of a commit, and drop the models: their groups are closed.
+
+        After an abort a copy that is being sent ends soon; what has arrived of it counts.
+        """
         replication = self._replication
-        if replication is not None and replication.running is not None:
+        if aborted and replication is not None and replication.running is not None:
             wait_for((replication.running,), END_TIMEOUT)
             with contextlib.suppress(RuntimeError):
                 self._absorb(replication.finish_if_done())
@@ -205,7 +208,7 @@ class ShardedState(State):
 
         def move() -> None:
             exchange(sends, receives, self._group, HAND_OVER)
-            dist.all_reduce(torch.ones(1), group=self._group)
+            meet(self._group)
 
         self._finish_copies()
         self._session.run_abortable(move)
@@ -214,41 +217,40 @@ class ShardedState(State):
 
     def sync(self, formation: Formation) -> None:
         """Collective: choose the newest whole commit, and set the small values of all ranks to it."""
-        assert self._session is not None
-        run = self._session.run_abortable
+        session = self._session
+        assert session is not None
+        self._formation = formation
+        self._group = group = session.side_group("sharded") if formation.world_size > 1 else None
         own = msgspec.msgpack.encode(self._holdings.statement())
-        statements = [msgspec.msgpack.decode(one, type=Statement) for one in run(lambda: gather_bytes(own))]
-        choice = choose(statements)
+        tables = session.run_abortable(lambda: gather_bytes(own, group))
+        choice = choose([msgspec.msgpack.decode(one, type=Statement) for one in tables])
         if isinstance(choice, Lost) and choice.commit.number > 0:
             raise StateError(_lost(choice))
-        self._formation = formation
         self._choice = choice if isinstance(choice, Choice) else None
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        root, complete = (choice.members[0], choice.members) if isinstance(choice, Choice) else (0, (0,))
-        receivers = [rank for rank in range(formation.world_size) if rank not in complete]
-        channel = Channel(root, receivers, formation.rank, formation.world_size, device)
-        if isinstance(choice, Choice):
-            self._sync_to(choice, channel, run)
-        elif receivers:
-            self._holdings = Holdings()
-            self._set_small(run(lambda: channel.move_object({"small": self._contents.small()})))
-
-    def _sync_to(self, choice: Choice, channel: Channel, run: Callable[[Callable[[], Any]], Any]) -> None:
-        """Set the small values to those of the chosen commit; ranks that did not make it receive them."""
-        holdings, commit = self._holdings, choice.commit
-        if channel.takes_part:
-            sent = None
-            if channel.sends:
-                table = msgspec.msgpack.encode(holdings.layouts[commit.generation])
-                record = {key: value for key, value in holdings.records[commit].items() if key != "random"}
-                sent = {"record": record, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)}
-            received = run(lambda: channel.move_object(sent))
-            if channel.receives:
-                layout = msgspec.msgpack.decode(received["layout"].numpy().tobytes(), type=Layout)
-                holdings.layouts[commit.generation], holdings.records[commit] = layout, received["record"]
+        root = self._choice.members[0] if self._choice is not None else 0
+        sent = self._small_message() if formation.rank == root else bytearray()
+        message = from_bytes(session.run_abortable(lambda: broadcast_bytes(sent, root, group)))
+        if self._choice is None:
+            self._holdings, self.commits = Holdings(), 0
+            self._set_small(message)
+            return
+        commit, holdings = self._choice.commit, self._holdings
+        if formation.rank not in self._choice.members:
+            table = message["layout"].numpy().tobytes()
+            holdings.layouts[commit.generation] = msgspec.msgpack.decode(table, type=Layout)
+            holdings.records[commit] = message
         holdings.keep(commit)
         self.commits = commit.number
         self._set_small(holdings.records[commit])
+
+    def _small_message(self) -> bytearray:
+        """For ranks that did not make the chosen commit: its small values, and how its shards were split."""
+        if self._choice is None:
+            return to_bytes({"small": self._contents.small()})
+        commit = self._choice.commit
+        table = msgspec.msgpack.encode(self._holdings.layouts[commit.generation])
+        record = {key: value for key, value in self._holdings.records[commit].items() if key != "random"}
+        return to_bytes({**record, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)})
 
     # ---- parts ----
 
@@ -276,7 +278,7 @@ class ShardedState(State):
     def _agree_on_layout(self, bound: Bound, formation: Formation, session: Session) -> Layout:
         """Collective: the chunks of all ranks."""
         own = msgspec.msgpack.encode(bound.own_chunks())
-        tables = session.run_abortable(lambda: gather_bytes(own))
+        tables = session.run_abortable(lambda: gather_bytes(own, self._group))
         by_rank = [msgspec.msgpack.decode(table, type=dict[str, OwnChunk]) for table in tables]
         hosts = [host for host, count in formation.hosts for _ in range(count)]
         return join(formation.generation, hosts, by_rank)

@@ -15,19 +15,44 @@ SMALL = 1 << 20  # bytes; shorter tensors are packed together
 RESHARD, REPLICATE, HAND_OVER = 1, 2, 3  # tags: threads that use the same group do not receive each other's messages
 
 
-def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
-    """Collective: the data of each rank, by rank."""
-    size = dist.get_world_size(group)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device), group=group)
+def gather_bytes(data: bytes, group: Any) -> list[bytes]:
+    """Collective: the data of each rank, by rank. `group`: a gloo group; None: this rank is alone."""
+    if group is None:
+        return [data]
+    size = group.size()
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+    group.allgather([lengths], [torch.tensor([len(data)])]).wait()
     longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(data)] = own
-    found = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(size)]
-    dist.all_gather(found, padded, group=group)
-    return [one[: int(length)].cpu().numpy().tobytes() for one, length in zip(found, lengths, strict=True)]
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    group.allgather([found], [padded]).wait()
+    return [one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)]
+
+
+def broadcast_bytes(data: bytes | bytearray, root: int, group: Any) -> bytes:
+    """Collective: the data of rank `root`; what the others give is not used."""
+    if group is None:
+        return bytes(data)
+    length = torch.tensor([len(data)])
+    _broadcast(length, root, group)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    if group.rank() == root:
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    _broadcast(body, root, group)
+    return bytes(body.numpy().tobytes())
+
+
+def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    group.broadcast([tensor], options).wait()
+
+
+def meet(group: Any) -> None:
+    """Collective: wait until all ranks are here."""
+    if group is not None:
+        group.allreduce([torch.ones(1)]).wait()
 
 
 def exchange(
@@ -49,7 +74,7 @@ def exchange(
                 if flat is None:
                     flat = torch.empty(sum(tensor.nbytes for tensor in bundle), dtype=torch.uint8)
                     arrived.append((flat, bundle))
-                works += [dist.irecv(piece, rank, group=group, tag=tag) for piece in flat.split(PIECE)]
+                works += [group.recv([piece], rank, tag) for piece in flat.split(PIECE)]
         for rank, sent in sends.items():
             for bundle in _bundles(sent):
                 flat = _as_bytes(bundle[0]) if len(bundle) == 1 else None
@@ -57,7 +82,7 @@ def exchange(
                     flat = torch.cat(
                         [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in bundle]
                     )
-                works += [dist.isend(piece, rank, group=group, tag=tag) for piece in flat.split(PIECE)]
+                works += [group.send([piece], rank, tag) for piece in flat.split(PIECE)]
     finally:
         wait_for_all(works)
     for flat, bundle in arrived:

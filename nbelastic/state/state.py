@@ -175,8 +175,10 @@ class State:
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """The ranks `leaving` end after this commit: every other rank holds the same state, so they send nothing."""
 
-    def generation_ended(self) -> None:
-        """Called when this rank has left a generation, at a commit or after an abort."""
+    def generation_ended(self, *, aborted: bool) -> None:
+        """Called when this rank has left a generation, at a commit or after an abort: return to the last commit."""
+        if aborted:
+            self.undo()
 
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""

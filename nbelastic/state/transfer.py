@@ -107,22 +107,14 @@ class Channel:
         """Send `value` and return it, or return what the root sent. StateError if it holds more than plain data."""
         data = torch.empty(0, dtype=torch.uint8)
         if self.sends:
-            buffer = io.BytesIO()
-            try:
-                torch.save(value, buffer)
-            except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
-                raise _not_plain(error) from None
-            data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+            data = torch.frombuffer(to_bytes(value), dtype=torch.uint8)
         length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
         self.move(length)
         body = data.to(self.device) if self.sends else torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self.move(body)
         if self.sends:
             return value
-        try:
-            return torch.load(io.BytesIO(body.cpu().numpy().tobytes()), weights_only=True)
-        except Exception as error:  # noqa: BLE001  (torch raises many kinds)
-            raise _not_plain(error) from None
+        return from_bytes(body.cpu().numpy().tobytes())
 
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send these tensors, or receive into them in place: large ones one by one, small ones in buckets."""
@@ -144,6 +136,24 @@ class Channel:
             for flat, bucket in packed:
                 for piece, tensor in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
+
+
+def to_bytes(value: Any) -> bytearray:
+    """Plain data and tensors as bytes. StateError if `value` cannot be saved."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
+        raise _not_plain(error) from None
+    return bytearray(buffer.getbuffer())
+
+
+def from_bytes(data: bytes) -> Any:
+    """The inverse of `to_bytes`. StateError if it is more than plain data and tensors: no code is run."""
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # noqa: BLE001  (torch raises many kinds)
+        raise _not_plain(error) from None
 
 
 def call(task: Callable[[], R]) -> R:
@@ -201,12 +211,7 @@ def wait_for_all(works: list[Any]) -> None:
 
 def check_plain(value: Any) -> None:
     """StateError if a receiver would refuse `value`."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
-    except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
-        raise _not_plain(error) from None
+    from_bytes(bytes(to_bytes(value)))
 
 
 def why_not_plain(error: Exception) -> str:

@@ -91,6 +91,7 @@ class Group:
         self._store: Any = None
         self._offer: Offer | None = None  # the store's server, on rank 0
         self.subgroups: Any = None  # made on demand
+        self._side: list[Any] = []  # groups that torch does not know
         self._aborting: threading.Thread | None = None
         self._prepared: Any = None  # the gloo group, until torch's default group is made of it
         self.peers: Collection[str] = ()  # the addresses of the other members, once it is formed
@@ -158,6 +159,14 @@ class Group:
         known = {inode for _, sockets in self._own for inode in sockets}.union(self._default or ())
         self._own.append((made.options, {inode: fd for inode, fd in now.items() if inode not in known}))
         return made
+
+    def side_group(self, name: str, rank: int, size: int) -> Any:
+        """Collective, in any thread: a gloo group beside torch's, for messages that no other code may mix with its own."""
+        store = self._store
+        if store is None:
+            raise RuntimeError("this group was left")
+        self._side.append(self.make_gloo(PrefixStore(name, store), rank, size))
+        return self._side[-1]
 
     def _make_first(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
         """Exchange the endpoints of all members' listeners before any member connects: they identify the connections."""
@@ -279,13 +288,13 @@ class Group:
             if self._aborting.is_alive():  # no operation on this GPU will end in this process
                 os._exit(HUNG)
         dist.distributed_c10d.ProcessGroupGloo = GLOO
-        _kept.append([*dist.distributed_c10d._world.pg_map, self._store, self._offer])
+        _kept.append([*dist.distributed_c10d._world.pg_map, *self._side, self._store, self._offer])
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # an aborted group has no connection to shut down
                 dist.destroy_process_group()
         self._store = self._offer = self.subgroups = self._gloo = None
         self._connections = self._default = None
-        self._own = []
+        self._own, self._side = [], []
         if len(_kept) > MAX_KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
 

@@ -198,6 +198,13 @@ class Session:
         """Run `task` in a thread that an abort may abandon: see `Groups.run_abortable`."""
         return self._groups.run_abortable(task)
 
+    def side_group(self, name: str) -> Any:
+        """Collective: a gloo group of all ranks, beside torch's. An abort of the generation reaches it."""
+        group, formation = self._groups.present, self.formation
+        assert group is not None
+        assert formation is not None
+        return self.run_abortable(lambda: group.side_group(name, formation.rank, formation.world_size))
+
     def formed(self, phases: dict[str, float]) -> None:
         """Report that the group is formed and has the training state. `phases`: name -> milliseconds."""
         self._formed_at = time.monotonic()
