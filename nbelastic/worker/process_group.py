@@ -267,7 +267,7 @@ class Group:
         if self._default is None:
             return False
         backends = [backend for group in dist.distributed_c10d._world.pg_map for backend in _backends(group)]
-        in_use = {id(backend.options) for backend in backends if isinstance(backend, GLOO)}
+        in_use = {id(backend.options) for backend in (*backends, *self._side) if isinstance(backend, GLOO)}
         expected = dict(self._default)
         for options, sockets in self._own:
             expected |= sockets if id(options) in in_use else {}

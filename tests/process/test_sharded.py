@@ -1,0 +1,138 @@
+"""A sharded model loses ranks, gains ranks, and trains on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import nbelastic as nbe
+from tests.process import sharded_training
+from tests.process.training import Training, by_rank
+from tests.support.waiting import until
+
+SAME = 1e-5  # relative; the order in which gradients are added differs with the world
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two hosts with two workers each, for one test after another."""
+    logs = tmp_path_factory.mktemp("logs")
+    with nbe.Cluster("localhost:2,127.0.0.2:2", min=1, max=4, cooldown=(0, 0), log_dir=logs) as one:
+        yield one
+
+
+@pytest.fixture
+def trains(cluster, tmp_path):
+    """`trains(**options)`: a training that four ranks begin."""
+    until(lambda: sum(w.state == "ready" for w in cluster.workers) == 4)
+    started = []
+
+    def start(**options):
+        started.append(Training(cluster, tmp_path / "steps", sharded_training.train, **options))
+        started[-1].wait_for_world(4)
+        return started[-1]
+
+    yield start
+    for training in started:
+        if not training.job.done():
+            training.job.stop()
+            training.job.wait(timeout=20)
+
+
+def wait_for_steps(training, count):
+    """Wait until rank 0 has made `count` more steps."""
+    before = training.lines()[-1]["step"]
+    until(lambda: training.lines()[-1]["step"] >= before + count)
+
+
+def kill(training, *ranks):
+    """Kill these ranks at once."""
+    workers = [by_rank(training.cluster)[rank] for rank in ranks]
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    until(lambda: not {w.id for w in workers} & {w.id for w in training.cluster.workers})
+
+
+def finish(training):
+    """End the training, and check that its weights are those of an undisturbed one."""
+    (training.folder / "finish").touch()
+    results = training.job.result(timeout=30)
+    assert len({result["step"] for result in results}) == 1
+    assert max(result["difference"] for result in results) < SAME
+
+
+def lost_steps(training):
+    """For each generation after the first, how many of the steps that all ranks had made were made again."""
+    found = {}
+    begins = {line["generation"]: line["begin"] for line in training.lines("begin")}
+    for generation in sorted(begins)[1:]:
+        before = [line for line in training.lines() if line["generation"] < generation]
+        last = max(line["generation"] for line in before)
+        newest = {}
+        for line in before:
+            if line["generation"] == last:
+                newest[line["rank"]] = line["step"]
+        found[generation] = min(newest.values()) - begins[generation]
+    return found
+
+
+@pytest.mark.parametrize("victims", [(0,), (3,), (0, 1), (1, 2)], ids=["first", "last", "a-host", "one-of-each-host"])
+def test_ranks_die(trains, victims):
+    """The others go on with at most one step less; the replacements join; the weights are as if no rank had died."""
+    training = trains()
+    kill(training, *victims)
+    training.wait_for_world(4)
+    finish(training)
+    assert max(lost_steps(training).values()) <= 1
+
+
+def test_a_host_leaves_and_comes_back_by_plan(trains):
+    """Its ranks hand over what only they hold: no step is lost, also with copies at every 50th commit only."""
+    training = trains(every=50)
+    training.cluster.remove_host("127.0.0.2")
+    training.wait_for_world(2)
+    training.cluster.add_host("127.0.0.2:2")
+    training.wait_for_world(4)
+    finish(training)
+    assert set(lost_steps(training).values()) == {0}
+
+
+def test_a_rank_dies_while_the_others_reshard(trains):
+    """A second death in the middle of the recovery: the same commit is still whole."""
+    training = trains()
+    (training.folder / "die-in-refill").write_text("1")
+    kill(training, 0)  # the copy of its shard is on rank 2, then 1
+    until(lambda: not (training.folder / "die-in-refill").exists())
+    training.wait_for_world(4)
+    finish(training)
+
+
+def test_copies_at_every_fourth_commit(trains):
+    """A death costs at most the steps since the last whole commit."""
+    training = trains(every=4)
+    wait_for_steps(training, 10)
+    kill(training, 2)
+    training.wait_for_world(4)
+    finish(training)
+    assert max(lost_steps(training).values()) <= 7
+
+
+def test_replicas_need_no_copies(trains):
+    """HSDP over two hosts: each shard is on both, so both ranks of a host may die."""
+    training = trains(shard=2)
+    kill(training, 2, 3)
+    training.wait_for_world(4)
+    finish(training)
+    assert max(lost_steps(training).values()) <= 1
+
+
+def test_a_pair_dies_together(trains):
+    """Both holders of two shards die at once: the job ends, and the error names the ranks and what to do."""
+    training = trains()
+    wait_for_steps(training, 3)
+    kill(training, 0, 2)
+    error = str(training.job.exception(timeout=30))
+    assert "no worker is left with the shards of rank 0 (localhost), rank 2 (127.0.0.2)" in error
+    assert "copies=2" in error
