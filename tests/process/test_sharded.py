@@ -102,8 +102,8 @@ def test_a_host_leaves_and_comes_back_by_plan(trains):
 def test_a_rank_dies_while_the_others_reshard(trains):
     """A second death in the middle of the recovery: the same commit is still whole."""
     training = trains()
-    (training.folder / "die-in-refill").write_text("1")
-    kill(training, 0)  # the copy of its shard is on rank 2, then 1
+    (training.folder / "die-in-refill").write_text("2")
+    kill(training, 0)  # its copy is on rank 2, which is rank 1 of the next world
     until(lambda: not (training.folder / "die-in-refill").exists())
     training.wait_for_world(4)
     finish(training)
