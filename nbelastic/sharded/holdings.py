@@ -40,6 +40,11 @@ class Holdings:
         self.layouts = {number: layout for number, layout in self.layouts.items() if number in generations}
         self.ranks = {number: rank for number, rank in self.ranks.items() if number in generations}
 
+    def before(self, commit: Commit) -> list[Commit]:
+        """The newest commit that is held and older than this one, if there is one."""
+        older = [held.commit for held in self.shards if held.commit < commit]
+        return [max(older)] if older else []
+
     def statement(self) -> Statement:
         """What this rank reports to the other ranks of a new generation."""
         used = {held.commit.generation for held in self.shards}

@@ -239,7 +239,7 @@ class ShardedState(State):
             table = message["layout"].numpy().tobytes()
             holdings.layouts[commit.generation] = msgspec.msgpack.decode(table, type=Layout)
             holdings.records[commit] = message
-        holdings.keep(commit)
+        holdings.keep(commit, *holdings.before(commit))  # copies of this one may be missing until it is copied again
         self.commits = commit.number
         self._set_small(holdings.records[commit])
 
