@@ -156,7 +156,10 @@ class ReceivedMessages:
             telemetry.steps[message.worker] = message.commit
         self._stall_detector.note_commits(message.generation, message.commit, now)
         telemetry.add_commit(message.commit, now)
-        if cluster.members and message.worker == cluster.members[0]:
+        is_rank_0 = bool(cluster.members) and message.worker == cluster.members[0]
+        if message.copies is not None and message.generation == cluster.generation:
+            telemetry.add_copies(message.worker, message.generation, message.copies, now, is_rank_0=is_rank_0)
+        if is_rank_0:
             self._add_report(message.worker, message.commit, message.report)
             telemetry.measure_speed(now, message.commit)
         if message.first is not None and message.generation == cluster.generation:

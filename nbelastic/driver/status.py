@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nbelastic.core.reasons import in_words
 from nbelastic.core.state import ClusterState, host_backoff_until
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers
-from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
+from nbelastic.protocol.status import CopiesStatus, HostStatus, Status, WorkerCopies, WorkerStatus
 
 MAX_DRIFT = 0.5  # seconds; a larger difference means that the wall clock was set or the machine was suspended
 
@@ -76,6 +76,7 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
         time=wall(now),
         failed_at=telemetry.failed_at,
         orders=tuple(telemetry.requests),
+        copies=_copies(cluster, telemetry),
     )
 
 
@@ -109,6 +110,32 @@ def _workers(
                 cpu,
                 memory,
                 behind,
+                _worker_copies(w, cluster, telemetry) if running and rank is not None else None,
             )
         )
     return tuple(rows)
+
+
+def _copies(cluster: ClusterState, telemetry: Telemetry) -> CopiesStatus | None:
+    """Copies of the present job; None if it has none."""
+    whole, rows = telemetry.whole, []
+    if cluster.active is not None and cluster.phase == "running":
+        rows = [_worker_copies(w, cluster, telemetry) for w in cluster.members]
+    memory = [row.memory for row in rows if row is not None and row.memory]
+    if cluster.active is None or (whole is None and not memory):
+        return None
+    if whole is None:
+        return CopiesStatus(None, 0.0, 0.0, sum(memory), len(memory))
+    return CopiesStatus(whole.commit, wall(whole.made_at), whole.seconds, sum(memory), len(memory))
+
+
+def _worker_copies(w: WorkerId, cluster: ClusterState, telemetry: Telemetry) -> WorkerCopies | None:
+    """Copies on a member, with ranks as ids. What it reported in an earlier generation names other ranks."""
+    generation, copies = telemetry.copies.get(w, (0, None))
+    if copies is None or generation != cluster.generation:
+        return None
+
+    def names(ranks: Sequence[int]) -> tuple[str, ...]:
+        return tuple(str(cluster.members[rank]) for rank in ranks if 0 <= rank < len(cluster.members))
+
+    return WorkerCopies(copies.nbytes, names(copies.buddies), names(copies.wards))

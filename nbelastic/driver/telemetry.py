@@ -40,6 +40,15 @@ class HostSample(Struct, frozen=True):
     gpus: tuple[tuple[int, int, int], ...]
 
 
+class WholeCommit(Struct, frozen=True):
+    """The newest whole commit of a sharded model. `made_at`: by the driver's clock; `seconds`: that copying took."""
+
+    generation: int
+    commit: int
+    made_at: float
+    seconds: float
+
+
 class SavedTelemetry(Struct, frozen=True):
     """What the next driver cannot learn from the workers. `curves`: the points, and how many reports each one averages."""
 
@@ -86,6 +95,8 @@ class Telemetry(Struct):
     last_generation: int = 0  # of earlier jobs
     newest: tuple[tuple[float, int], ...] = ()  # when each of the newest commits was first reported
     curves: dict[str, Curve] = {}
+    copies: dict[WorkerId, tuple[int, worker_messages.Copies]] = {}  # with the generation whose ranks they name
+    whole: WholeCommit | None = None
     steps_per_second: float | None = None
     failed_at: float | None = None
     step_rate: StepRate = msgspec.field(default_factory=StepRate)
@@ -142,11 +153,25 @@ class Telemetry(Struct):
         self.not_finite |= set(new)
         return new
 
+    def add_copies(
+        self, w: WorkerId, generation: int, copies: worker_messages.Copies, now: float, *, is_rank_0: bool
+    ) -> None:
+        """Take what a worker has reported about copies of a sharded model. Only rank 0's whole commit counts."""
+        self.copies[w] = generation, copies
+        before, commit = self.whole, copies.whole
+        if (
+            is_rank_0
+            and commit is not None
+            and (before is None or (generation, commit) > (before.generation, before.commit))
+        ):
+            self.whole = WholeCommit(generation, commit, now - copies.age, copies.seconds)
+
     def begin_job(self, last_generation: int = 0) -> None:
         """Forget the previous job's progress. Later messages of generations up to `last_generation` belong to that job."""
         self.last_generation = last_generation
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
+        self.copies, self.whole = {}, None
         self.step_rate = StepRate()
 
     def measure_speed(self, now: float, commit: int) -> None:
@@ -155,6 +180,7 @@ class Telemetry(Struct):
 
     def forget_worker(self, w: WorkerId) -> None:
         self.steps.pop(w, None)
+        self.copies.pop(w, None)
         self.worker_samples.pop(str(w), None)
         self.computed_at.pop(str(w), None)
         self.blocked.pop(str(w), None)

@@ -37,11 +37,22 @@ class HostStatus(Struct, frozen=True):
     slots_in_backoff: dict[int, float] = {}
 
 
+class WorkerCopies(Struct, frozen=True):
+    """Copies of a sharded model on one worker. `memory`: their bytes, those of its own shard included.
+
+    `copied_to`: ids of the workers that keep a copy of its shard. `keeps`: ids of the workers whose copies it keeps.
+    """
+
+    memory: int
+    copied_to: tuple[str, ...]
+    keeps: tuple[str, ...]
+
+
 class WorkerStatus(Struct, frozen=True):
     """A worker. `state`: starting, ready, running, succeeded, failed, lost, stopped. Outside a world its ranks are None.
 
     `step`: commits so far. `behind`: commits that other members have made for a second, and this one has not. `cpu`:
-    percent of one core. `memory`: resident bytes.
+    percent of one core. `memory`: resident bytes. `copies`: with a `ShardedState` only.
     """
 
     id: str
@@ -58,6 +69,21 @@ class WorkerStatus(Struct, frozen=True):
     cpu: float | None = None
     memory: int | None = None
     behind: int = 0
+    copies: WorkerCopies | None = None
+
+
+class CopiesStatus(Struct, frozen=True):
+    """Copies of the commits of a sharded model. `commit`: the newest whole one; None: there is none yet.
+
+    `made_at`: when it was made, in seconds since 1970. `seconds`: that copying it took. `memory`: bytes of all copies, which
+    are on `workers` workers.
+    """
+
+    commit: int | None
+    made_at: float
+    seconds: float
+    memory: int
+    workers: int
 
 
 class Status(Struct, frozen=True):
@@ -66,7 +92,7 @@ class Status(Struct, frozen=True):
     `report`: the newest values that rank 0 passed to `state.report()`. `curves`: earlier values of its first names, the
     oldest first. `total`: the number of steps, if `report(total=...)` was called. `steps_per_second`: over the last seconds.
     `time`: of this status; `failed_at`: when a worker or host was last lost; both in seconds since 1970.
-    `orders`: requests of dashboards' buttons.
+    `orders`: requests of dashboards' buttons. `copies`: with a `ShardedState` only.
     """
 
     name: str
@@ -88,6 +114,7 @@ class Status(Struct, frozen=True):
     time: float = 0.0
     failed_at: float | None = None
     orders: tuple[RequestStatus, ...] = ()
+    copies: CopiesStatus | None = None
 
 
 @dataclass(frozen=True)  # not a msgspec.Struct: pandas makes a table of a list of dataclasses

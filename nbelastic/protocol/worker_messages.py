@@ -4,7 +4,9 @@
 # (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, Struct
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
@@ -43,11 +45,29 @@ class WorkerReport(Message):
     state_since: int = 0  # see `WorkerReady`
 
 
+SomeRanks = Annotated[tuple[int, ...], Meta(max_length=16)]
+
+
+class Copies(Struct, frozen=True, omit_defaults=True):
+    """What a rank of a sharded model reports about copies of its commits.
+
+    `whole`: the newest whole commit that it knows, made `age` seconds before the report, and copied in `seconds`. `nbytes`: the
+    memory of its copies. `buddies`: ranks that keep a copy of its shard; `wards`: ranks whose copies it keeps; 16 at most.
+    """
+
+    nbytes: Annotated[int, Meta(ge=0, lt=2**53)]
+    whole: int | None = None
+    age: float = 0.0
+    seconds: float = 0.0
+    buddies: SomeRanks = ()
+    wards: SomeRanks = ()
+
+
 class WorkerProgress(Message):
     """Rank 0 → driver: the newest commit and the values that `state.report()` was given. Telemetry.
 
     A value of None is not a number, or infinite: JSON cannot represent those. `first`: milliseconds from the forming of the
-    generation to its first commit, sent once per generation.
+    generation to its first commit, sent once per generation. `copies`: only with a `ShardedState`.
     """
 
     worker: WorkerId
@@ -55,6 +75,7 @@ class WorkerProgress(Message):
     commit: int
     report: dict[str, float | None]
     first: float | None = None
+    copies: Copies | None = None
 
 
 class ProgramResult(Message):

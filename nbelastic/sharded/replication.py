@@ -9,13 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
+from nbelastic.protocol.worker_messages import Copies
 from nbelastic.sharded.arena import Arena, Arenas, Shard, ShardTensor
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.transfer import REPLICATE, exchange, meet
 from nbelastic.sharded.whole_commits import Commit
 from nbelastic.worker.threads import run_in_thread
+
+MOST_RANKS = 16  # in a report
+
+
+class Whole(NamedTuple):
+    """A commit of which all ranks have all copies. `made_at`: monotonic seconds; `seconds`: that copying took.
+
+    `is_first`: memory was allocated for it.
+    """
+
+    commit: Commit
+    made_at: float
+    seconds: float
+    is_first: bool = False
 
 
 class Replication:
@@ -24,9 +39,8 @@ class Replication:
     def __init__(
         self, layout: Layout, rank: int, buddies: Sequence[Sequence[int]], group: Any, *, pinned: bool
     ) -> None:
-        self.whole: Commit | None = None  # the newest commit of which all copies are complete
-        self.whole_at = 0.0  # when that was known (monotonic seconds)
-        self.seconds: float | None = None  # that the newest copies took
+        self.whole: Whole | None = None  # the newest one of this generation
+        self.nbytes = 0  # of all arenas of this rank
         self.buddies = tuple(buddies[rank])
         self.wards = tuple(other for other, ranks in enumerate(buddies) if rank in ranks)  # whose copies are kept here
         self._layout, self._rank, self._group, self._pinned = layout, rank, group, pinned
@@ -35,20 +49,24 @@ class Replication:
         self._copying: Commit | None = None
         self._arrived: dict[int, Shard] = {}  # complete copies of the commit that is being copied, by rank
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arenas of this rank."""
-        return sum(arenas.nbytes for arenas in self._arenas.values())
+    def report(self, now: float) -> Copies:
+        """What the driver shows; `now`: monotonic seconds. Any thread may call it."""
+        whole, buddies, wards = self.whole, self.buddies[:MOST_RANKS], self.wards[:MOST_RANKS]
+        if whole is None:
+            return Copies(self.nbytes, buddies=buddies, wards=wards)
+        return Copies(self.nbytes, whole.commit.number, now - whole.made_at, whole.seconds, buddies, wards)
 
     def begin(self, commit: Commit, shard: Shard) -> Shard:
         """Copy `shard`, and begin to send it. `finish` must have returned for the commit before. Returns the copy."""
-        names = tuple(shard)
+        made_at, names = time.monotonic(), tuple(shard)
         own = self._take(self._rank, names, [tuple(tensor.shape) for tensor in shard.values()])
         own.fill(shard)
         copies = {ward: self._take(ward, names, self._shapes(ward, names)) for ward in self.wards}
         arrived: dict[int, Shard] = {}
+        before, self.nbytes = self.nbytes, sum(arenas.nbytes for arenas in self._arenas.values())
+        copying = Whole(commit, made_at, 0.0, is_first=before != self.nbytes)
         self._copying, self._arrived = commit, arrived
-        self.running = run_in_thread(lambda: self._send(own, copies, arrived))
+        self.running = run_in_thread(lambda: self._send(copying, own, copies, arrived))
         return own.tensors
 
     def finish(self, wait: Callable[[Callable[[], None]], None]) -> tuple[Commit, dict[int, Shard]] | None:
@@ -63,7 +81,6 @@ class Replication:
             wait(running.result)
         running.result()
         self.running = None
-        self.whole, self.whole_at = commit, time.monotonic()
         return commit, self._arrived
 
     def finish_if_done(self) -> tuple[Commit, dict[int, Shard]] | None:
@@ -88,8 +105,7 @@ class Replication:
         chunks = (self._layout.parameters[name.parameter].chunks[rank] for name in names)
         return [chunk.sizes if chunk is not None else (0,) for chunk in chunks]
 
-    def _send(self, own: Arena, copies: dict[int, Arena], arrived: dict[int, Shard]) -> None:
-        begun = time.monotonic()
+    def _send(self, copying: Whole, own: Arena, copies: dict[int, Arena], arrived: dict[int, Shard]) -> None:
         exchange(
             {buddy: [own.block] for buddy in self.buddies},
             {ward: [arena.block] for ward, arena in copies.items()},
@@ -98,4 +114,4 @@ class Replication:
         )
         arrived.update({ward: arena.tensors for ward, arena in copies.items()})
         meet(self._group)  # every rank has its copies
-        self.seconds = time.monotonic() - begun
+        self.whole = copying._replace(seconds=time.monotonic() - copying.made_at)

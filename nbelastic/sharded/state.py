@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -16,6 +18,7 @@ from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.buddies import choose_buddies, hand_over
 from nbelastic.sharded.chunks import Layout, OwnChunk, join
+from nbelastic.sharded.copy_waits import CopyWaits
 from nbelastic.sharded.holdings import Holdings, Record
 from nbelastic.sharded.initial_values import allocate, set_first_values
 from nbelastic.sharded.mesh_caches import clear_mesh_caches
@@ -23,7 +26,7 @@ from nbelastic.sharded.refill import check_fits, equalize, refill
 from nbelastic.sharded.replication import Replication
 from nbelastic.sharded.resharding import moves
 from nbelastic.sharded.transfer import HAND_OVER, broadcast_bytes, exchange, gather_bytes, meet
-from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose
+from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose, continues
 from nbelastic.state import rng
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import LARGE
@@ -72,6 +75,8 @@ class ShardedState(State):
         self._live_commit: Commit | None = None  # the live tensors are of this commit
         self._live_record: Record = {}
         self._hooks: list[Any] = []
+        self._copy_waits = CopyWaits(every)
+        self._is_after_loss = False  # the last generation was aborted
         super().__init__(*unnamed, **values)
 
     # ---- for the program ----
@@ -114,6 +119,8 @@ class ShardedState(State):
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in bound.optimizers.values()]
         buddies = choose_buddies(layout.hosts, layout.owners(), self._copies)
         self._replication = Replication(layout, rank, buddies, self._group, pinned=bound.device.type == "cuda")
+        if self._copies:
+            session.report_copies(self._replication.report)
         self._set_live()
         self._replicate()
 
@@ -173,7 +180,7 @@ class ShardedState(State):
 
         After an abort a copy that is being sent ends soon; what has arrived of it counts.
         """
-        replication = self._replication
+        self._is_after_loss, replication = aborted, self._replication
         if aborted and replication is not None and replication.running is not None:
             wait_for((replication.running,), END_TIMEOUT)
             with contextlib.suppress(RuntimeError):
@@ -223,10 +230,14 @@ class ShardedState(State):
         self._group = group = session.side_group("sharded") if formation.world_size > 1 else None
         own = msgspec.msgpack.encode(self._holdings.statement())
         tables = session.run_abortable(lambda: gather_bytes(own, group))
-        choice = choose([msgspec.msgpack.decode(one, type=Statement) for one in tables])
+        statements = [msgspec.msgpack.decode(one, type=Statement) for one in tables]
+        choice = choose(statements)
         if isinstance(choice, Lost) and choice.commit.number > 0:
             raise StateError(_lost(choice))
         self._choice = choice if isinstance(choice, Choice) else None
+        if self._is_after_loss and self._choice is not None:
+            self._print(continues(self._choice, statements))
+        self._is_after_loss = False
         root = self._choice.members[0] if self._choice is not None else 0
         sent = self._small_message() if formation.rank == root else bytearray()
         message = from_bytes(session.run_abortable(lambda: broadcast_bytes(sent, root, group)))
@@ -291,6 +302,8 @@ class ShardedState(State):
         for name in [name for name in self._contents.values if name not in self._small_names]:
             del self._contents.values[name]
         self._hooks = []
+        if self._session is not None:
+            self._session.report_copies(None)
         self._bound = self._layout = self._replication = self._group = self._live_commit = None
 
     def _before_step(self, *_: Any) -> None:
@@ -331,9 +344,16 @@ class ShardedState(State):
         bound, live, replication = self._bound, self._live_commit, self._replication
         if not self._copies or replication is None or bound is None or live is None:
             return
+        begun = time.monotonic()
         self._finish_copies()
+        self._print(self._copy_waits.note(live.number, replication.whole, begun, time.monotonic()))
         shard = bound.shard()
         self._holdings.add_own(live, replication.begin(live, shard), self._full_record(shard))
+
+    def _print(self, text: str | None) -> None:
+        """Rank 0 prints `text` in the job's log, if there is one."""
+        if text is not None and self._formation is not None and self._formation.rank == 0:
+            print(f"nbelastic: {text}", file=sys.stderr, flush=True)
 
     def _finish_copies(self) -> None:
         """Wait until the last commit that is being copied is whole."""

@@ -89,3 +89,14 @@ def _members(statements: Sequence[Statement], commit: Commit) -> tuple[int, ...]
             held.commit == commit and held.shard == statement.ranks.get(commit.generation) for held in statement.held
         )
     )
+
+
+def continues(choice: Choice, statements: Sequence[Statement]) -> str:
+    """The line that says to which commit the ranks return, and whose shards come from copies."""
+    generation = choice.commit.generation
+    origin = next(one.origins[generation] for one in statements if generation in one.origins)
+    present = {one.ranks.get(generation) for one in statements}
+    lost = [min(ranks) for ranks in origin.owners if ranks.isdisjoint(present)]
+    names = ", ".join(f"rank {shard} on {origin.hosts[shard]}" for shard in sorted(lost))
+    world = f"a world of {len(statements)} continues from commit {choice.commit.number}"
+    return f"{world}, with the copies of {names}." if lost else f"{world}."

@@ -311,7 +311,7 @@ class Protocol:
             self.facts.unsent.add(self.total, due.values)
             return []
         progress = worker_messages.WorkerProgress(
-            self.worker, self.generation or self.left, self.total, due.values, due.first
+            self.worker, self.generation or self.left, self.total, due.values, due.first, due.copies
         )
         # A generation's first progress and a program's last one must arrive.
         return [Send(progress, newest=due.first is None and self.facts.busy and not due.is_urgent)]

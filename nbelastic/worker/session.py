@@ -235,6 +235,10 @@ class Session:
         if self._protocol.telemetry.put(values):
             self.link.wake()
 
+    def report_copies(self, source: Callable[[float], worker_messages.Copies] | None) -> None:
+        """Call `source(now)` in the link thread for what each progress message has about copies; None: nothing."""
+        self._protocol.telemetry.copies = source
+
     def _read_messages(self) -> None:
         """Read all messages; wait at a commit that this worker promised not to pass; leave at the leave point."""
         machine = self._protocol

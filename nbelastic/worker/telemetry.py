@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from msgspec import Struct
+
+from nbelastic.protocol.worker_messages import Copies
 
 REPORT_PERIOD = 0.25  # seconds between two reports of rank 0
 SLOW_REPORT_PERIOD = 1.0  # the same of the other ranks, of which a client sees only the commit
@@ -16,17 +19,20 @@ class Due(Struct, frozen=True):
     values: dict[str, float | None]  # None: the value is not finite
     first: float | None
     is_urgent: bool
+    copies: Copies | None = None
 
 
 class Telemetry:
     """The main thread puts values, the link thread sends them."""
 
     def __init__(self) -> None:
+        self.copies: Callable[[float], Copies] | None = None  # what to report about copies of commits, at a time
         self._values: dict[str, float] = {}
         self._not_finite: dict[str, None] = {}  # names with such a value since the last report
         self._diverged: frozenset[str] = frozenset()  # names with such a value in the last report
         self._first: float | None = None
         self._sent: tuple[int, int] = (0, 0)
+        self._sent_copies: tuple[int | None, int] | None = None  # the whole commit, and bytes
         self._next = 0.0
 
     def put(self, values: dict[str, float]) -> bool:
@@ -48,10 +54,14 @@ class Telemetry:
         values = self._values
         wrong = frozenset(self._not_finite.copy()).union(n for n, value in values.items() if not math.isfinite(value))
         is_urgent = not wrong <= self._diverged
-        if first is None and not is_urgent and ((generation, commits) == self._sent or now < self._next):
+        source = self.copies
+        copies = source(now) if source is not None else None
+        known = (copies.whole, copies.nbytes) if copies is not None else None
+        is_old = (generation, commits) == self._sent and known == self._sent_copies
+        if first is None and not is_urgent and (is_old or now < self._next):
             return None
         for name in wrong:
             self._not_finite.pop(name, None)
         period = REPORT_PERIOD if often else SLOW_REPORT_PERIOD
-        self._sent, self._next, self._diverged = (generation, commits), now + period, wrong
-        return Due({**values, **dict.fromkeys(wrong)}, first, is_urgent)
+        self._sent, self._sent_copies, self._next, self._diverged = (generation, commits), known, now + period, wrong
+        return Due({**values, **dict.fromkeys(wrong)}, first, is_urgent, copies)

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import ClusterState
+from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState
 from nbelastic.driver import status
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.status import snapshot
 from nbelastic.driver.telemetry import MAX_POINTS, Curve, Telemetry
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.status import CopiesStatus, WorkerCopies
 from tests.core.story import wid
 
 
@@ -141,3 +142,43 @@ def test_the_error_of_a_failed_job_names_its_checkpoints():
         run = JobRun("job-1", worker_messages.Program("job-1", "", plan, "code"))
         run.end(cmd.EndJob("job-1", "failed", "all workers died", ()))
         assert str(run.future.exception()) == f"job-1 failed: all workers died{hint}"
+
+
+def training(*members, generation=3):
+    """A cluster state in which these workers train."""
+    workers = {wid(name): Worker(wid(name), WorkerState.RUNNING, 0.0) for name in members}
+    return ClusterState(
+        Limits(),
+        generation=generation,
+        workers=workers,
+        members=tuple(workers),
+        stage=Stage.RUNNING,
+        job=Job("job-1"),
+    )
+
+
+def test_the_status_shows_the_copies_of_a_sharded_model(monkeypatch):
+    """The newest whole commit as rank 0 knows it, when it was made, the memory of all copies, and who keeps whose."""
+    monkeypatch.setattr(status, "wall", lambda now: 1000 + now)
+    telemetry, cluster = Telemetry(), training("a/0#1", "b/0#2")
+    assert snapshot("s", cluster, telemetry, 5.0).copies is None
+    telemetry.add_copies(wid("b/0#2"), 3, worker_messages.Copies(200, 9, 0.1, 0.3, (0,), (0,)), 5.0, is_rank_0=False)
+    telemetry.add_copies(wid("a/0#1"), 3, worker_messages.Copies(100, 8, 0.5, 0.4, (1,), (1, 7)), 5.0, is_rank_0=True)
+    shown = snapshot("s", cluster, telemetry, 6.0)
+    assert shown.copies == CopiesStatus(8, 1004.5, 0.4, 300, 2)
+    assert shown.workers[0].copies == WorkerCopies(100, ("b/0#2",), ("b/0#2",))  # there is no rank 7
+    assert shown.workers[1].copies == WorkerCopies(200, ("a/0#1",), ("a/0#1",))
+
+
+def test_a_whole_commit_is_known_until_the_next_one():
+    """While a world forms, the ranks of the copies are not valid; the commit is. The next job begins without one."""
+    telemetry = Telemetry()
+    telemetry.add_copies(wid("a/0#1"), 3, worker_messages.Copies(100, 8, 0.5, 0.4, (1,)), 5.0, is_rank_0=True)
+    later = training("a/0#1", "b/0#2", generation=4)
+    telemetry.add_copies(wid("a/0#1"), 4, worker_messages.Copies(0), 6.0, is_rank_0=True)
+    copies = snapshot("s", later, telemetry, 6.0).copies
+    assert (copies.commit, copies.memory, copies.workers) == (8, 0, 0)
+    telemetry.add_copies(wid("a/0#1"), 4, worker_messages.Copies(50, 8, 9.0, 0.4, (1,)), 7.0, is_rank_0=True)
+    assert snapshot("s", later, telemetry, 7.0).copies.commit == 8
+    telemetry.begin_job()
+    assert snapshot("s", later, telemetry, 7.0).copies is None

@@ -224,6 +224,21 @@ def test_a_loss_that_stays_infinite_is_urgent_once(worker):
     assert sure == [True, False, False, False, False]
 
 
+def test_a_commit_that_becomes_whole_between_commits_is_reported(worker):
+    """A long step does not delay the report; without news about the copies nothing is sent."""
+    whole = 3
+
+    def copies(now):
+        return worker_messages.Copies(300, whole, age=now, seconds=0.4, buddies=(0,))
+
+    worker.telemetry.copies = copies
+    commit(worker)
+    assert [message.copies for _, message in progress(worker, 1.0)] == [copies(1.0)]
+    assert not progress(worker, 3.0)
+    whole = 4
+    assert [message.copies for _, message in progress(worker, 5.0)] == [copies(5.0)]
+
+
 def test_a_nan_that_the_next_report_lacks_is_sent(worker):
     """For example a validation loss, which only some steps report."""
     worker.telemetry.put({"validation": float("nan")})
