@@ -27,14 +27,15 @@ class StatusView:
     def __repr__(self) -> str:
         """Two tables in plain text."""
         status = self.status
-        tables = (_text_table(_HOST_COLUMNS, map(_host, status.hosts)), _text_table(_WORKER_COLUMNS, _workers(status)))
+        hosts = _text_table(_HOST_COLUMNS, map(_host, status.hosts))
+        tables = (hosts, _text_table(_worker_columns(status), _workers(status)))
         return "\n".join([headline(status), *_progress(status), *(f"\n{table}" for table in tables if table)])
 
     def _repr_html_(self) -> str:
         status = self.status
         lines = "".join(f"<div>{escape(line)}</div>" for line in _progress(status))
         hosts = _html_table("Hosts", _HOST_COLUMNS, map(_host, status.hosts))
-        workers = _html_table("Workers", _WORKER_COLUMNS, _workers(status))
+        workers = _html_table("Workers", _worker_columns(status), _workers(status))
         return f"<div><strong>{escape(headline(status))}</strong>{lines}{hosts}{workers}</div>"
 
 
@@ -91,13 +92,40 @@ def _training(status: Status) -> bool:
 
 
 def _progress(status: Status) -> list[str]:
-    """Return the job's line, if there is a job."""
+    """Return the lines of the job, if there is a job."""
     if not status.job:
         return []
     parts = [f"{status.job} {status.outcome or 'running'}", f"step {status.step}"]
     if _training(status) and status.steps_per_second is not None:
         parts.append(f"{status.steps_per_second:.1f} steps/s")
-    return [" · ".join([*parts, *(f"{name} {_value(value)}" for name, value in status.report.items())])]
+    line = " · ".join([*parts, *(f"{name} {_value(value)}" for name, value in status.report.items())])
+    return [line, *_copies(status)]
+
+
+def _copies(status: Status) -> list[str]:
+    """Return the line about copies of a sharded model, if there are any."""
+    copies = status.copies
+    if copies is None:
+        return []
+    workers = f"{copies.workers} worker{'' if copies.workers == 1 else 's'}"
+    memory = f"copies {_bytes(copies.memory)} ({workers})"
+    if copies.commit is None:
+        return [f"no whole commit yet · {memory}"]
+    age = f"whole commit {copies.commit}, {_seconds(status.time - copies.made_at)} old"
+    return [" · ".join([age, *([memory] if copies.workers else []), f"copied in {_seconds(copies.seconds)}"])]
+
+
+def _bytes(count: int) -> str:
+    if count >= 1_000_000_000:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.0f} MB" if count >= 10_000_000 else f"{count / 1e6:.1f} MB"
+
+
+def _seconds(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 0.1:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _value(value: float | str) -> str:
@@ -111,7 +139,28 @@ def _host(host: HostStatus) -> tuple[str, ...]:
 
 def _workers(status: Status) -> Iterable[tuple[str, ...]]:
     """Return the rows of the workers by rank; workers without a rank come last."""
-    return map(_worker, sorted(status.workers, key=lambda w: (w.rank is None, w.rank or 0, w.id)))
+    rows = sorted(status.workers, key=lambda w: (w.rank is None, w.rank or 0, w.id))
+    if status.copies is None:
+        return map(_worker, rows)
+    return ((*_worker(w)[:-1], _worker_copies(w), w.reason) for w in rows)
+
+
+def _worker_columns(status: Status) -> tuple[str, ...]:
+    """Return the columns of the table of workers: with copies only if the job has any."""
+    return _WORKER_COLUMNS if status.copies is None else (*_WORKER_COLUMNS[:-1], "copies", _WORKER_COLUMNS[-1])
+
+
+def _worker_copies(worker: WorkerStatus) -> str:
+    """Return the memory of a worker's copies, and where the copy of its shard is."""
+    if worker.copies is None:
+        return ""
+    on = ", ".join(slot_name(id_) for id_ in worker.copies.copied_to)
+    return _bytes(worker.copies.memory) + (f", copy on {on}" if on else "")
+
+
+def slot_name(worker: str) -> str:
+    """`host/slot` of a worker's id."""
+    return worker.rpartition("#")[0]
 
 
 def _worker(worker: WorkerStatus) -> tuple[str, ...]:

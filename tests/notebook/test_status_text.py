@@ -1,0 +1,47 @@
+"""The status of a cluster as text and as HTML."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.notebook.status_text import StatusView
+from nbelastic.protocol.status import CopiesStatus, Status, WorkerCopies, WorkerStatus
+
+
+def worker(rank, copies=None):
+    return WorkerStatus(f"host/{rank}#1", "host", rank, rank, rank, 1, "running", 9, 0, "", copies=copies)
+
+
+def status(*workers, copies=None):
+    return Status("s", "running", "", 1, 2, 1, None, (), workers, "job-1", "", 1241, time=1000.0, copies=copies)
+
+
+SHARDED = status(
+    worker(0, WorkerCopies(600_000_000, ("host/1#1",), ("host/1#1",))),
+    worker(1, WorkerCopies(600_000_000, (), ("host/0#1",))),
+    worker(2),
+    copies=CopiesStatus(1240, 999.2, 0.4, 1_200_000_000, 2),
+)
+
+
+def test_the_copies_of_a_sharded_model_are_one_line_and_a_column():
+    """The newest whole commit and its age, all memory, the time to copy, and where each worker's copy is."""
+    lines = repr(StatusView(SHARDED)).splitlines()
+    assert lines[2] == "whole commit 1240, 0.8 s old · copies 1.2 GB (2 workers) · copied in 0.4 s"
+    assert [line.split("  ")[-1].strip() for line in lines[-3:-1]] == ["600 MB, copy on host/1", "600 MB"]
+    html = StatusView(SHARDED)._repr_html_()
+    assert "<td>600 MB, copy on host/1</td>" in html
+    assert "<div>whole commit 1240, 0.8 s old" in html
+
+
+def test_other_jobs_show_nothing_about_copies():
+    """Neither a line nor a column."""
+    assert "cop" not in repr(StatusView(status(worker(0))))
+
+
+def test_before_the_first_whole_commit_the_line_says_so():
+    """After a loss the memory is not known until the new world has copies."""
+    first = replace(SHARDED, copies=CopiesStatus(None, 0.0, 0.0, 2_500_000, 1))
+    assert "\nno whole commit yet · copies 2.5 MB (1 worker)\n" in repr(StatusView(first))
+    forming = replace(SHARDED, copies=CopiesStatus(8, 940.0, 1.25, 0, 0))
+    assert "\nwhole commit 8, 60 s old · copied in 1.2 s\n" in repr(StatusView(forming))
