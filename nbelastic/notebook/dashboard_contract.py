@@ -6,7 +6,7 @@ type-checked.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from msgspec import Struct
 
@@ -26,12 +26,23 @@ class WorkerRow(NamedTuple):
     reason: str
 
 
+class WorkerCopies(NamedTuple):
+    """Copies of a sharded model on a worker. `memory`: MB. `copied_to`: slots, as `gpu1/0`, whose workers have its copy.
+
+    `keeps`: slots whose workers' copies it has.
+    """
+
+    memory: int
+    copied_to: list[str]
+    keeps: list[str]
+
+
 class Host(TypedDict):
     """One host. `cpu`: percent of all cores. `memory`: MB in use of `memory_total`.
 
     `backoff_until`: seconds since 1970 at which its back-off ends, 0 if it is not in back-off. `slots_backoff_until`: the
     same for each slot in back-off. `gpus`: for each GPU the percent in use, MB in use, and MB in total. `workers`: by
-    `slot#incarnation`.
+    `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have.
     """
 
     address: str
@@ -45,6 +56,7 @@ class Host(TypedDict):
     gpus: list[list[int]]
     slots_backoff_until: dict[str, float]
     workers: dict[str, WorkerRow]
+    copies: NotRequired[dict[str, WorkerCopies]]
 
 
 class Event(TypedDict):
@@ -74,6 +86,19 @@ class RequestStatus(TypedDict):
     why: str
 
 
+class Copies(TypedDict):
+    """Copies of a sharded model. `commit`: the newest whole one; None: none yet. `made_at`: when, in seconds since 1970.
+
+    `seconds`: that copying it took. `memory`: MB of all copies, which are on `workers` workers.
+    """
+
+    commit: int | None
+    made_at: float
+    seconds: float
+    memory: int
+    workers: int
+
+
 class ClusterView(TypedDict):
     """All that a view shows, except the time. `failed_at`: seconds since 1970."""
 
@@ -92,6 +117,7 @@ class ClusterView(TypedDict):
     report: dict[str, float | str]
     curves: dict[str, list[float | str]]
     failed_at: float | None
+    copies: Copies | None
     hosts: dict[str, Host]
     events: list[Event]
     orders: list[RequestStatus]

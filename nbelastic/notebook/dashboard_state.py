@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from nbelastic.client.trace import in_order
-from nbelastic.notebook.dashboard_contract import ClusterView, Event, Host, WorkerRow
-from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.notebook.dashboard_contract import ClusterView, Copies, Event, Host, WorkerCopies, WorkerRow
+from nbelastic.notebook.status_text import slot_name
+from nbelastic.protocol.status import CopiesStatus, EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.protocol.status import WorkerCopies as WorkerCopiesStatus
 
 MAX_EVENTS = 12  # the newest events, which are part of the state
 MAX_WHOLE = 8_000  # bytes of JSON up to which the state is always sent whole
@@ -57,8 +59,12 @@ class DashboardState:
 def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> ClusterView:
     """Return all that a view shows, except the time."""
     workers: dict[str, dict[str, WorkerRow]] = {host.name: {} for host in status.hosts}
+    copies: dict[str, dict[str, WorkerCopies]] = {}
     for worker in status.workers:
-        workers.setdefault(worker.host, {})[worker.id[len(worker.host) + 1 :]] = _worker(worker)
+        place = worker.id[len(worker.host) + 1 :]
+        workers.setdefault(worker.host, {})[place] = _worker(worker)
+        if worker.copies is not None:
+            copies.setdefault(worker.host, {})[place] = _worker_copies(worker.copies)
     shown = events[-MAX_EVENTS:]
     return {
         "name": status.name,
@@ -76,7 +82,10 @@ def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> Clus
         "report": {name: _rounded(value) for name, value in status.report.items()},
         "curves": {name: [_rounded(value) for value in values] for name, values in status.curves.items()},
         "failed_at": status.failed_at,
-        "hosts": {host.name: _host(host, workers[host.name], status.time) for host in status.hosts},
+        "copies": None if status.copies is None else _copies(status.copies),
+        "hosts": {
+            host.name: _host(host, workers[host.name], copies.get(host.name, {}), status.time) for host in status.hosts
+        },
         "events": event_entries(shown, count - len(shown) + 1),
         "orders": [msgspec.to_builtins(order) for order in status.orders],
     }
@@ -114,9 +123,9 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> Json:
     return out
 
 
-def _host(host: HostStatus, workers: dict[str, WorkerRow], now: float) -> Host:
+def _host(host: HostStatus, workers: dict[str, WorkerRow], copies: dict[str, WorkerCopies], now: float) -> Host:
     until = {str(slot): round(now + left, 1) for slot, left in host.slots_in_backoff.items()}
-    return {
+    shown: Host = {
         "address": host.address,
         "slots": host.slots,
         "phase": host.phase,
@@ -129,12 +138,33 @@ def _host(host: HostStatus, workers: dict[str, WorkerRow], now: float) -> Host:
         "slots_backoff_until": until,
         "workers": workers,
     }
+    return {**shown, "copies": copies} if copies else shown
 
 
 def _worker(worker: WorkerStatus) -> WorkerRow:
     cpu = None if worker.cpu is None else round(worker.cpu)
     memory = _megabytes(worker.memory)
     return WorkerRow(worker.rank, worker.state, worker.behind, worker.restarts, worker.pid, cpu, memory, worker.reason)
+
+
+def _copies(copies: CopiesStatus) -> Copies:
+    return {
+        "commit": copies.commit,
+        "made_at": round(copies.made_at, 1),
+        "seconds": float(f"{copies.seconds:.2g}"),
+        "memory": _whole_megabytes(copies.memory),
+        "workers": copies.workers,
+    }
+
+
+def _worker_copies(copies: WorkerCopiesStatus) -> WorkerCopies:
+    places = [[slot_name(worker) for worker in workers] for workers in (copies.copied_to, copies.keeps)]
+    return WorkerCopies(_whole_megabytes(copies.memory), *places)
+
+
+def _whole_megabytes(count: int) -> int:
+    """Round up, so that a small model does not seem to have no copies."""
+    return math.ceil(count / MB)
 
 
 def _megabytes(count: int | None) -> int | None:

@@ -7,7 +7,7 @@ import re
 import pytest
 from fake_view import button
 from playwright.sync_api import expect
-from view_samples import ANSWERS, crowd, host, logs, state, worker
+from view_samples import ANSWERS, crowd, host, logs, sharded, state, worker
 
 pytestmark = pytest.mark.browser
 
@@ -104,6 +104,17 @@ def test_an_open_slot_shows_its_details(view, clock):
     expect(detail).to_contain_text("gpu2/1#2")
     view.patch(hosts={"gpu2": None})
     expect(detail).to_have_count(0)
+
+
+def test_an_open_slot_shows_who_has_its_copy(view):
+    """With a sharded model: the memory of its copies, the slot that has its copy, and the slot whose copy it keeps."""
+    view.open(sharded())
+    view.page.locator(".nbe-chip").nth(1).click()
+    detail = view.page.locator(".nbe-detail")
+    for text in ("Memory of copies1.2\u00a0GB", "Its copy is ongpu2/1", "It keeps the copy ofgpu2/1"):
+        expect(detail).to_contain_text(text)
+    view.patch(hosts={"gpu1": {"copies": {"1#1": None}}})
+    expect(detail).not_to_contain_text("copy")
 
 
 def test_the_view_can_be_used_by_keyboard_alone(view, clock):

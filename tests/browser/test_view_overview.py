@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_view import panel
 from playwright.sync_api import expect
-from view_samples import ANSWERS, NOW, event, host, logs, state, worker
+from view_samples import ANSWERS, NOW, event, host, logs, sharded, state, worker
 
 pytestmark = pytest.mark.browser
 
@@ -24,6 +24,20 @@ def test_the_overview_shows_what_matters(view, clock):
     expect(view.root).to_contain_text("3 min since the last failure")
     clock.fast_forward(60_000)
     expect(view.root).to_contain_text("4 min since the last failure")
+
+
+def test_the_overview_shows_the_newest_whole_commit(view, clock):
+    """With a sharded model: its age counts on, and the memory of all copies. Other jobs have no such figures."""
+    view.open(sharded())
+    facts = view.page.locator(".nbe-facts").first
+    expect(facts).to_contain_text("1,232 · 4 s old")
+    expect(facts).to_contain_text("5.0\u00a0GB · in 420 ms")
+    clock.fast_forward(30_000)
+    expect(facts).to_contain_text("1,232 · 34 s old")
+    view.patch(copies={"commit": None, "memory": 0})
+    expect(facts).to_contain_text("none yet")
+    view.patch(copies=None)
+    expect(facts).not_to_contain_text("Whole commit")
 
 
 def test_between_jobs_the_overview_shows_how_many_are_ready(view):

@@ -41,8 +41,19 @@ def state(**more):
         "max": 8,
     }
     job = {"job": "job-1", "outcome": "", "step": 1234, "total": None, "steps_per_second": 55.123, "report": {}}
-    rest = {"curves": {}, "failed_at": None, "hosts": hosts, "events": [event(1)], "orders": []}
+    rest = {"curves": {}, "failed_at": None, "copies": None, "hosts": hosts, "events": [event(1)], "orders": []}
     return {**world, "reason": "4 workers train in generation 3", **job, **rest, **more}
+
+
+def sharded(**more):
+    """The same cluster with a sharded model; each rank keeps the copy of a rank of the other host."""
+    rows = {f"gpu{h}": {f"{s}#1": [1240, [f"gpu{3 - h}/{s}"], [f"gpu{3 - h}/{s}"]] for s in (0, 1)} for h in (1, 2)}
+    hosts = {
+        "gpu1": host([worker(0), worker(1)], copies=rows["gpu1"]),
+        "gpu2": host([worker(2), worker(3)], address="10.0.0.2", copies=rows["gpu2"]),
+    }
+    copies = {"commit": 1232, "made_at": NOW - 4, "seconds": 0.42, "memory": 4960, "workers": 4}
+    return state(hosts=hosts, copies=copies, **more)
 
 
 HISTORY = [
@@ -74,12 +85,14 @@ def logs(*lines, first=1, job="job-1", unfinished=(), speakers=WRITERS):
 
 
 def crowd():
-    """Long names and reasons, each state of a slot, GPUs, reports and curves."""
+    """Long names and reasons, each state of a slot, GPUs, reports and curves, copies on several hosts."""
     long = "gpu-node-with-a-rather-long-name.cluster.example.org"
     slots = {"0#1": worker(3), "1#2": worker(None, "ready", restarts=1), "2#1": worker(None, "lost", reason="signal 9")}
     hosts = {
         "localhost": host(
-            [worker(0), worker(1, behind=3), worker(2), worker(None, "starting")], gpus=[[93, 61_000, 80_000]]
+            [worker(0), worker(1, behind=3), worker(2), worker(None, "starting")],
+            gpus=[[93, 61_000, 80_000]],
+            copies={"1#1": [1240, [f"{long}/0", "gpu3/1"], [f"{long}/0", "gpu3/1"]]},
         ),
         long: host(
             slots,
@@ -96,5 +109,6 @@ def crowd():
     events = [event(6, "order-refused", "a-word-of-one-hundred-letters-" * 4), event(7, "training", took=CHANGE)]
     orders = [{"id": "another-1", "by": "%elastic_add", "text": f"add {long}:8", "word": "under way", "why": ""}]
     curves = {"loss": [2.3, 1.1, 0.5, 0.2134], "accuracy": [0.1, 0.5, 0.97]}
-    figures = {"report": report, "curves": curves, "total": 20_000, "failed_at": NOW - 190}
+    copies = {"commit": 1_232_123, "made_at": NOW - 4000, "seconds": 12.3, "memory": 123_456, "workers": 100}
+    figures = {"report": report, "curves": curves, "total": 20_000, "failed_at": NOW - 190, "copies": copies}
     return state(hosts=hosts, events=events, orders=orders, **figures)

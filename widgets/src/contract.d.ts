@@ -4,11 +4,18 @@
 export type WorkerRow = [rank: number | null, state: string, behind: number, restarts: number, pid: number, cpu: number | null, memory: number | null, reason: string];
 
 /**
+ * Copies of a sharded model on a worker. `memory`: MB. `copied_to`: slots, as `gpu1/0`, whose workers have its copy.
+ *
+ * `keeps`: slots whose workers' copies it has.
+ */
+export type WorkerCopies = [memory: number, copied_to: string[], keeps: string[]];
+
+/**
  * One host. `cpu`: percent of all cores. `memory`: MB in use of `memory_total`.
  *
  * `backoff_until`: seconds since 1970 at which its back-off ends, 0 if it is not in back-off. `slots_backoff_until`: the
  * same for each slot in back-off. `gpus`: for each GPU the percent in use, MB in use, and MB in total. `workers`: by
- * `slot#incarnation`.
+ * `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have.
  */
 export interface Host {
   address: string;
@@ -22,6 +29,7 @@ export interface Host {
   gpus: number[][];
   slots_backoff_until: Record<string, number>;
   workers: Record<string, WorkerRow>;
+  copies: Record<string, WorkerCopies>;
 }
 
 /**
@@ -50,6 +58,19 @@ export interface RequestStatus {
   why: string;
 }
 
+/**
+ * Copies of a sharded model. `commit`: the newest whole one; None: none yet. `made_at`: when, in seconds since 1970.
+ *
+ * `seconds`: that copying it took. `memory`: MB of all copies, which are on `workers` workers.
+ */
+export interface Copies {
+  commit: number | null;
+  made_at: number;
+  seconds: number;
+  memory: number;
+  workers: number;
+}
+
 /** All that a view shows, except the time. `failed_at`: seconds since 1970. */
 export interface ClusterView {
   name: string;
@@ -67,6 +88,7 @@ export interface ClusterView {
   report: Record<string, number | string>;
   curves: Record<string, (number | string)[]>;
   failed_at: number | null;
+  copies: Copies | null;
   hosts: Record<string, Host>;
   events: Event[];
   orders: RequestStatus[];
@@ -89,6 +111,7 @@ export interface KeyFrame {
   report: Record<string, number | string>;
   curves: Record<string, (number | string)[]>;
   failed_at: number | null;
+  copies: Copies | null;
   hosts: Record<string, Host>;
   events: Event[];
   orders: RequestStatus[];

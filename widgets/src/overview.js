@@ -1,12 +1,33 @@
 /** The top of the view: phase, reason, figures and progress. */
-/** @import { KeyFrame } from "./contract.js" */
+/** @import { Copies, KeyFrame } from "./contract.js" */
 /** @import { FigureContent } from "./figure.js" */
 import { element, setAttribute, setText } from "./dom.js";
 import { announcement } from "./events.js";
 import { Figure } from "./figure.js";
-import { number, sinceFailure, sizeWithBounds, timeLeft } from "./format.js";
+import {
+  duration,
+  megabytes,
+  milliseconds,
+  number,
+  plural,
+  sinceFailure,
+  sizeWithBounds,
+  timeLeft,
+} from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { tone } from "./tones.js";
+
+/** @returns {[string, FigureContent][]} */
+function copyFigures(/** @type {Copies} */ { commit, made_at, seconds, memory, workers }, /** @type {number} */ now) {
+  const isWhole = typeof commit === "number"; // a patch deletes what is null
+  const whole = isWhole ? `${number(commit)} · ${duration(now - made_at)} old` : "none yet";
+  const took = isWhole ? ` · in ${milliseconds(seconds * 1000)}` : "";
+  const kept = memory ? `Memory of all copies, on ${plural(workers, "worker")}` : "The new world has no copies yet";
+  return [
+    ["Whole commit", { value: whole, title: "All ranks return to it if one is lost: its copies are complete" }],
+    ["Copies", { value: memory ? `${megabytes(memory)}${took}` : "–", title: `${kept}; how long copying takes` }],
+  ];
+}
 
 export class Overview {
   constructor() {
@@ -33,7 +54,7 @@ export class Overview {
     setAttribute(this.phase, "data-tone", idle ? "good" : tone(state.phase));
     setText(this.reason, state.reason);
     setText(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
-    this.figures.draw(this.items(state, training, ready), null);
+    this.figures.draw(this.items(state, training, ready, now), null);
     this.drawProgress(state.step, training ? state.total : null);
     if (this.before) {
       const text = announcement(this.before, state);
@@ -51,7 +72,8 @@ export class Overview {
     setAttribute(this.bar, "aria-valuetext", `${number(step)} of ${number(total)} steps`);
   }
 
-  items(/** @type {KeyFrame} */ state, /** @type {boolean} */ training, /** @type {number} */ ready) {
+  /** @param {KeyFrame} state @param {boolean} training @param {number} ready @param {number} now */
+  items(state, training, ready, now) {
     const bounds = `at least ${state.min}, at most ${state.max ?? "any number of"} workers`;
     /** @type {[string, FigureContent][]} */
     const items = [];
@@ -69,6 +91,7 @@ export class Overview {
     if (training && state.steps_per_second !== null)
       items.push(["Steps per second", { value: number(state.steps_per_second) }]);
     if (timeLeft(state)) items.push(["Time left", { value: timeLeft(state) }]);
+    if (training && state.copies) items.push(...copyFigures(state.copies, now));
     for (const name of new Set([...Object.keys(state.report), ...Object.keys(state.curves)])) {
       const points = state.curves[name];
       items.push([name, { value: number(state.report[name] ?? points?.[points.length - 1] ?? ""), points }]);

@@ -1,4 +1,5 @@
 /** The details of one slot, below the row of its host. */
+/** @import { WorkerCopies } from "./contract.js" */
 /** @import { RequestList } from "./request_list.js" */
 /** @import { BoardContext } from "./slot_chip.js" */
 /** @import { Slot } from "./slots.js" */
@@ -8,6 +9,15 @@ import { Figure } from "./figure.js";
 import { duration, megabytes, number, percent, plural } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { stateOf } from "./slots.js";
+
+/** @returns {[string, string][]} */
+function copyItems(/** @type {WorkerCopies} */ [memory, copiedTo, keeps]) {
+  /** @type {[string, string][]} */
+  const items = [["Memory of copies", megabytes(memory)]];
+  if (copiedTo.length) items.push(["Its copy is on", copiedTo.join(", ")]);
+  if (keeps.length) items.push(["It keeps the copy of", keeps.join(", ")]);
+  return items;
+}
 
 /**
  * @typedef {{send: RequestList["send"], timers: Timers, openLog(worker: string): void, close(): void,
@@ -58,6 +68,7 @@ export class SlotDetail {
       if (worker.behind) items.push(["Behind", plural(worker.behind, "commit")]);
       items.push(["Restarts", String(worker.restarts)], ["CPU", percent(worker.cpu) || "–"]);
       items.push(["Memory", megabytes(worker.memory) || "–"]);
+      if (worker.copies) items.push(...copyItems(worker.copies));
     }
     return items.map(([name, value]) => [name, { value }]);
   }

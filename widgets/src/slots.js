@@ -1,5 +1,5 @@
 /** The slots of a host and the workers in them. */
-/** @import { Host, WorkerRow } from "./contract.js" */
+/** @import { Host, WorkerCopies, WorkerRow } from "./contract.js" */
 
 /**
  * `id` is empty if the slot has no worker; `backoffUntil` is in seconds since 1970, 0 if the slot is not in back-off.
@@ -10,8 +10,9 @@
 /** @type {WeakMap<Host, Slot[]>} an update that does not change a host leaves the same object, with the same slots */
 const SLOTS = new WeakMap();
 
-function workerOf(/** @type {WorkerRow} */ [rank, state, behind, restarts, pid, cpu, memory, reason]) {
-  return { rank, state, behind, restarts, pid, cpu, memory, reason };
+/** @param {WorkerRow} row @param {WorkerCopies | undefined} copies */
+function workerOf([rank, state, behind, restarts, pid, cpu, memory, reason], copies) {
+  return { rank, state, behind, restarts, pid, cpu, memory, reason, copies: copies ?? null };
 }
 
 /**
@@ -25,7 +26,7 @@ export function slotsOf(name, host) {
   const bySlot = new Map();
   for (const [place, row] of Object.entries(host.workers)) {
     const [slot, incarnation] = place.split("#").map(Number);
-    const entry = { incarnation, id: `${name}/${place}`, worker: workerOf(row) };
+    const entry = { incarnation, id: `${name}/${place}`, worker: workerOf(row, host.copies?.[place]) };
     bySlot.get(slot)?.push(entry) ?? bySlot.set(slot, [entry]);
   }
   const numbers = new Set([...Array(host.slots).keys(), ...bySlot.keys()]);

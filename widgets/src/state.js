@@ -32,6 +32,7 @@ const EMPTY = {
   report: {},
   curves: {},
   failed_at: null,
+  copies: null,
   hosts: {},
   events: [],
   orders: [],
