@@ -11,7 +11,8 @@ import torch.distributed as dist
 from nbelastic.state.transfer import wait_for_all
 
 PIECE = 16 << 20  # bytes; longer tensors are sent in pieces, so that no other message waits for long
-SMALL = 1 << 20  # bytes; shorter tensors are packed together
+SMALL = 1 << 16  # bytes; shorter tensors are packed together, because a message costs more than copying them does
+BUNDLE = 1 << 20  # bytes; a pack is sent when it is as long
 RESHARD, REPLICATE, HAND_OVER = 1, 2, 3  # tags: threads that use the same group do not receive each other's messages
 
 
@@ -107,7 +108,7 @@ def _bundles(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         elif tensor.numel():
             bundle.append(tensor)
             length += tensor.nbytes
-            if length >= SMALL:
+            if length >= BUNDLE:
                 yield bundle
                 bundle, length = [], 0
     if bundle:
