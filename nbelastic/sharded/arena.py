@@ -1,13 +1,23 @@
-"""Memory for copies of a shard: one block per copy, allocated once, as allocating takes longer than copying."""
+"""Memory for copies of a shard, which the other workers of the host can map: it outlives the process that filled it.
+
+Each arena is allocated once, as allocating takes longer than copying. It is a file without a name (`memfd`): the system
+frees it when the last process that has mapped it ends.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from nbelastic.sharded.whole_commits import Commit
+
 ALIGNMENT = 64  # bytes
+HEADER = 64  # bytes before the tensors: the generation and number of the commit
+NO_COMMIT = (-1, -1)
 
 
 class ShardTensor(NamedTuple):
@@ -28,26 +38,69 @@ Shard = dict[ShardTensor, torch.Tensor]
 
 
 class Arena:
-    """Space for one shard: `tensors` are views of `block`."""
+    """Space for one shard: `tensors` are views of it. Without `fd` it is new memory, else the memory of that descriptor."""
 
     def __init__(
-        self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], *, pinned: bool = False
+        self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], fd: int = -1, *, pinned: bool = False
     ) -> None:
         dtypes = [getattr(torch, name.dtype) for name in names]
         lengths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
-        self.block = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=pinned)
+        self.nbytes = HEADER + sum(padded)
+        self._map, self.fd = _map(self.nbytes, fd)
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        if pinned:
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.nbytes, 0)  # copies from the GPU are faster
+        self._header = memory[:16].view(torch.int64)
+        self.block = memory[HEADER:]  # all tensors, as one piece that is sent
         self.tensors: Shard = {
             name: part[:length].view(dtype).view(shape)
             for name, shape, dtype, length, part in zip(
                 names, shapes, dtypes, lengths, self.block.split(padded), strict=True
             )
         }
+        if fd < 0:
+            self.unseal()
 
-    def fill(self, shard: Shard) -> None:
+    @property
+    def commit(self) -> Commit | None:
+        """The commit of which all of it is; None while it is written."""
+        found = tuple(self._header.tolist())
+        return None if found == NO_COMMIT else Commit(*found)
+
+    def unseal(self) -> None:
+        """Call it before the memory is written."""
+        self._header.copy_(torch.tensor(NO_COMMIT))
+
+    def seal(self, commit: Commit) -> None:
+        """Call it when all of the memory is of this commit."""
+        self._header.copy_(torch.tensor((commit.generation, commit.number)))
+
+    def fill(self, shard: Shard, commit: Commit) -> None:
         """Copy `shard` into this memory."""
+        self.unseal()
         with torch.no_grad():
             torch._foreach_copy_(list(self.tensors.values()), [shard[name] for name in self.tensors])
+        self.seal(commit)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+
+
+def _map(size: int, fd: int) -> tuple[mmap.mmap, int]:
+    """The memory, and the descriptor that others open; -1 if it is another process's. Raises OSError."""
+    if fd >= 0:
+        return mmap.mmap(fd, size), -1
+    fd = os.memfd_create("nbelastic-copy")
+    try:
+        os.posix_fallocate(
+            fd, 0, size
+        )  # raises if there is not enough; a write to missing memory would end the process
+        return mmap.mmap(fd, size), fd
+    except OSError:
+        os.close(fd)
+        raise
 
 
 class Arenas:
@@ -57,18 +110,18 @@ class Arenas:
         self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], *, pinned: bool = False
     ) -> None:
         self.names, self._shapes, self._pinned = tuple(names), tuple(shapes), pinned
-        self._made: list[Arena] = []
+        self.made: list[Arena] = []
         self._next = 0
 
     def take(self) -> Arena:
         """The arena to fill now: not the one that was taken last."""
-        if len(self._made) < 2:
-            self._made.append(Arena(self.names, self._shapes, pinned=self._pinned))
-            return self._made[-1]
+        if len(self.made) < 2:
+            self.made.append(Arena(self.names, self._shapes, pinned=self._pinned))
+            return self.made[-1]
         self._next = 1 - self._next
-        return self._made[1 - self._next]
+        return self.made[1 - self._next]
 
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated."""
-        return sum(arena.block.nbytes for arena in self._made)
+        return sum(arena.nbytes for arena in self.made)

@@ -1,21 +1,27 @@
 """Copies of shards on other ranks, sent in a thread beside the training.
 
 At a commit that is copied, each rank fills an arena with its shard, and goes on. A thread sends it to the rank's buddies and
-receives theirs. When every rank has all copies, the commit is whole, whichever rank dies (see `buddies`).
+receives theirs. Workers of one host map each other's arenas, so a worker that dies leaves its copies to them: a copy is sent
+to another host only. When every rank has all copies, the commit is whole, whichever rank or host dies (see `buddies`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
+
+import msgspec
 
 from nbelastic.protocol.worker_messages import Copies
 from nbelastic.sharded.arena import Arena, Arenas, Shard, ShardTensor
+from nbelastic.sharded.buddies import choose_buddies
 from nbelastic.sharded.chunks import Layout
-from nbelastic.sharded.transfer import REPLICATE, exchange, meet
-from nbelastic.sharded.whole_commits import Commit
+from nbelastic.sharded.host_memory import HostMemory, Offer, offer
+from nbelastic.sharded.transfer import REPLICATE, exchange, gather_bytes
+from nbelastic.sharded.whole_commits import Commit, Held
 from nbelastic.worker.threads import run_in_thread
 
 MOST_RANKS = 16  # in a report
@@ -36,18 +42,24 @@ class Whole(NamedTuple):
 class Replication:
     """Of one generation. `group`: a gloo group of all ranks that no other code uses."""
 
-    def __init__(
-        self, layout: Layout, rank: int, buddies: Sequence[Sequence[int]], group: Any, *, pinned: bool
-    ) -> None:
+    def __init__(self, layout: Layout, rank: int, copies: int, group: Any, *, pinned: bool) -> None:
         self.whole: Whole | None = None  # the newest one of this generation
         self.nbytes = 0  # of all arenas of this rank
-        self.buddies = tuple(buddies[rank])
-        self.wards = tuple(other for other, ranks in enumerate(buddies) if rank in ranks)  # whose copies are kept here
         self._layout, self._rank, self._group, self._pinned = layout, rank, group, pinned
+        self._all_buddies = choose_buddies(layout.hosts, layout.owners(), copies)
+        self.buddies: tuple[int, ...] = ()  # ranks to which copies are sent
+        self.wards: tuple[int, ...] = ()  # ranks whose copies are kept here
+        if len(set(layout.hosts)) > 1:
+            self._send_to_buddies()
+        self._host = HostMemory(layout.hosts, rank)
         self._arenas: dict[int, Arenas] = {}  # by rank: its shard or copies of it
         self.running: Future[None] | None = None
         self._copying: Commit | None = None
         self._arrived: dict[int, Shard] = {}  # complete copies of the commit that is being copied, by rank
+
+    def _send_to_buddies(self) -> None:
+        self.buddies = self._all_buddies[self._rank]
+        self.wards = tuple(other for other, ranks in enumerate(self._all_buddies) if self._rank in ranks)
 
     def report(self, now: float) -> Copies:
         """What the driver shows; `now`: monotonic seconds. Any thread may call it."""
@@ -60,8 +72,10 @@ class Replication:
         """Copy `shard`, and begin to send it. `finish` must have returned for the commit before. Returns the copy."""
         made_at, names = time.monotonic(), tuple(shard)
         own = self._take(self._rank, names, [tuple(tensor.shape) for tensor in shard.values()])
-        own.fill(shard)
-        copies = {ward: self._take(ward, names, self._shapes(ward, names)) for ward in self.wards}
+        own.fill(shard, commit)
+        copies = {ward: self._take(ward, names, self._shapes(names, ward)) for ward in self.wards}
+        for arena in copies.values():
+            arena.unseal()
         arrived: dict[int, Shard] = {}
         before, self.nbytes = self.nbytes, sum(arenas.nbytes for arenas in self._arenas.values())
         copying = Whole(commit, made_at, 0.0, is_first=before != self.nbytes)
@@ -100,7 +114,11 @@ class Replication:
             arenas = self._arenas[rank] = Arenas(names, shapes, pinned=self._pinned)
         return arenas.take()
 
-    def _shapes(self, rank: int, names: Sequence[ShardTensor]) -> list[tuple[int, ...]]:
+    def held_on_host(self) -> Mapping[Held, Shard]:
+        """The shards in the arenas of this host's other workers, whether these live or not."""
+        return self._host.held()
+
+    def _shapes(self, names: Sequence[ShardTensor], rank: int) -> list[tuple[int, ...]]:
         """The shapes of the local tensors of another rank."""
         chunks = (self._layout.parameters[name.parameter].chunks[rank] for name in names)
         return [chunk.sizes if chunk is not None else (0,) for chunk in chunks]
@@ -112,6 +130,19 @@ class Replication:
             self._group,
             REPLICATE,
         )
+        for arena in copies.values():
+            arena.seal(copying.commit)
         arrived.update({ward: arena.tensors for ward, arena in copies.items()})
-        meet(self._group)  # every rank has its copies
+        self._map_host(tuple(own.tensors))  # every rank has its copies
         self.whole = copying._replace(seconds=time.monotonic() - copying.made_at)
+
+    def _map_host(self, names: tuple[ShardTensor, ...]) -> None:
+        """Collective: map what the workers of this host offer. If one of them cannot, copies are sent from now on."""
+        arenas = {shard: arenas.made for shard, arenas in self._arenas.items()}
+        own = offer(arenas, unreachable=self._host.unreachable)
+        offers = [
+            msgspec.msgpack.decode(one, type=Offer) for one in gather_bytes(msgspec.msgpack.encode(own), self._group)
+        ]
+        self._host.map(offers, names, partial(self._shapes, names))
+        if any(one.unreachable for one in offers):
+            self._send_to_buddies()

@@ -16,7 +16,7 @@ import torch
 from nbelastic.errors import StateError, UsageError
 from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.bound import Bound
-from nbelastic.sharded.buddies import choose_buddies, hand_over
+from nbelastic.sharded.buddies import hand_over
 from nbelastic.sharded.chunks import Layout, OwnChunk, join
 from nbelastic.sharded.copy_waits import CopyWaits
 from nbelastic.sharded.holdings import Holdings, Record
@@ -117,8 +117,7 @@ class ShardedState(State):
             self._set_small(record)
         held.add_generation(layout, rank)
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in bound.optimizers.values()]
-        buddies = choose_buddies(layout.hosts, layout.owners(), self._copies)
-        self._replication = Replication(layout, rank, buddies, self._group, pinned=bound.device.type == "cuda")
+        self._replication = Replication(layout, rank, self._copies, self._group, pinned=bound.device.type == "cuda")
         if self._copies:
             session.report_copies(self._replication.report)
         self._set_live()
@@ -180,8 +179,17 @@ class ShardedState(State):
 
         After an abort a copy that is being sent ends soon; what has arrived of it counts.
         """
-        self._is_after_loss, replication = aborted, self._replication
-        if aborted and replication is not None and replication.running is not None:
+        self._is_after_loss = aborted
+        if self._replication is not None:
+            self._keep_copies(self._replication, wait=aborted)
+        bound, live = self._bound, self._live_commit
+        if bound is not None and live is not None and live not in self._holdings.records:
+            shard = bound.shard()
+            self._holdings.add_own(live, shard, self._full_record(shard))
+        self._unbind()
+
+    def _keep_copies(self, replication: Replication, *, wait: bool) -> None:
+        if wait and replication.running is not None:
             wait_for((replication.running,), END_TIMEOUT)
             with contextlib.suppress(RuntimeError):
                 self._absorb(replication.finish_if_done())
@@ -189,11 +197,9 @@ class ShardedState(State):
             if unfinished is not None:
                 for rank, shard in unfinished[1].items():
                     self._holdings.add_copy(unfinished[0], rank, shard)
-        bound, live = self._bound, self._live_commit
-        if bound is not None and live is not None and live not in self._holdings.records:
-            shard = bound.shard()
-            self._holdings.add_own(live, shard, self._full_record(shard))
-        self._unbind()
+        for held, shard in replication.held_on_host().items():
+            if held not in self._holdings.shards:
+                self._holdings.add_copy(held.commit, held.shard, shard)
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective, at a commit after which the ranks `leaving` end: they send what no staying rank holds."""
@@ -374,7 +380,7 @@ def _lost(lost: Lost) -> str:
     return (
         f"the training state is lost: no worker is left with the shards of {names} of generation {lost.commit.generation}, "
         f"nor with copies of them, so commit {lost.commit.number} is not whole. "
-        "With copies=2 a state outlives the loss of any two ranks; checkpoints outlive all."
+        "With copies=2 a state outlives the loss of any two hosts; checkpoints outlive all."
     )
 
 

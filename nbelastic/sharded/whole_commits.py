@@ -7,7 +7,7 @@ Pure: every rank makes the same decision from the same statements.
 # (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -53,7 +53,7 @@ class Choice(Struct, frozen=True):
 
 
 class Lost(Struct, frozen=True):
-    """No commit is whole: of the newest one, no rank holds the shards of these ranks of its generation."""
+    """No commit is whole: of this one, no rank holds the shards of these ranks of its generation."""
 
     commit: Commit
     shards: tuple[int, ...]
@@ -74,10 +74,17 @@ def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
             return Choice(commit, holders, members)
     if not found:
         return None
-    newest = max(found)
-    origin = origins[newest.generation]
-    lost = sorted(min(ranks) for ranks in origin.owners if ranks.isdisjoint(found[newest]))
-    return Lost(newest, tuple(lost), tuple(origin.hosts[shard] for shard in lost))
+    return min((_lost(commit, origins[commit.generation], found[commit]) for commit in found), key=_damage)
+
+
+def _lost(commit: Commit, origin: Origin, shards: Mapping[int, object]) -> Lost:
+    lost = sorted(min(ranks) for ranks in origin.owners if ranks.isdisjoint(shards))
+    return Lost(commit, tuple(lost), tuple(origin.hosts[shard] for shard in lost))
+
+
+def _damage(lost: Lost) -> tuple[int, int, int]:
+    """The commit to report is the newest of those that lack the fewest shards."""
+    return len(lost.shards), -lost.commit.generation, -lost.commit.number
 
 
 def _members(statements: Sequence[Statement], commit: Commit) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def lost_steps(training):
     return found
 
 
-@pytest.mark.parametrize("victims", [(0,), (3,), (0, 1), (1, 2)], ids=["first", "last", "a-host", "one-of-each-host"])
+@pytest.mark.parametrize("victims", [(0,), (3,), (0, 1), (0, 2)], ids=["first", "last", "a-host", "each-others-buddies"])
 def test_ranks_die(trains, victims):
     """The others go on with at most one step less; the replacements join; the weights are as if no rank had died."""
     training = trains()
@@ -102,8 +102,8 @@ def test_a_host_leaves_and_comes_back_by_plan(trains):
 def test_a_rank_dies_while_the_others_reshard(trains):
     """A second death in the middle of the recovery: the same commit is still whole."""
     training = trains()
-    (training.folder / "die-in-refill").write_text("2")
-    kill(training, 0)  # its copy is on rank 2, which is rank 1 of the next world
+    (training.folder / "die-in-refill").write_text("1")
+    kill(training, 0)
     until(lambda: not (training.folder / "die-in-refill").exists())
     training.wait_for_world(4)
     finish(training)
@@ -128,11 +128,23 @@ def test_replicas_need_no_copies(trains):
     assert max(lost_steps(training).values()) <= 1
 
 
-def test_a_pair_dies_together(trains):
-    """Both holders of two shards die at once: the job ends, and the error names the ranks and what to do."""
+def test_all_but_one_die_at_once(trains):
+    """The last rank has mapped the copies of its host's other worker, which kept those of the other host."""
     training = trains()
-    wait_for_steps(training, 3)
-    kill(training, 0, 2)
-    error = str(training.job.exception(timeout=30))
-    assert "no worker is left with the shards of rank 0 (localhost), rank 2 (127.0.0.2)" in error
+    kill(training, 0, 1, 2)
+    training.wait_for_world(4)
+    finish(training)
+    assert max(lost_steps(training).values()) <= 1
+
+
+def test_both_hosts_with_a_shard_are_lost(tmp_path):
+    """The job ends, and the error names the ranks whose shards are lost, their hosts, and what to do."""
+    hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"
+    with nbe.Cluster(hosts, min=1, max=3, cooldown=(0, 0), log_dir=tmp_path / "logs") as cluster:
+        training = Training(cluster, tmp_path / "steps", sharded_training.train)
+        training.wait_for_world(3)
+        wait_for_steps(training, 3)
+        kill(training, 0, 1)  # rank 1 keeps the copy of rank 0, and rank 2 that of rank 1
+        error = str(training.job.exception(timeout=30))
+    assert "no worker is left with the shards of rank 0 (localhost) of generation 1" in error
     assert "copies=2" in error

@@ -75,3 +75,9 @@ def test_a_commit_counts_only_with_a_rank_that_has_its_small_values():
 def test_newcomers_alone_hold_nothing():
     """Without any holder the job begins anew."""
     assert choose([Statement(), Statement()]) is None
+
+
+def test_the_least_damaged_commit_is_reported():
+    """Of commit 9 only one copy had arrived, of commit 8 all but one shard is there."""
+    lost = choose(states(r0=[(8, 0), (9, 0), (8, 2), (8, 3)]))
+    assert lost == Lost(Commit(1, 8), (1,), ("a",))
