@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbelastic as nbe
 from tests.process.programs import Log, any_rank_finds, generation
 
-WIDTH, LAYERS, BATCH = 31, 3, 60  # 31 rows are not the same number on each rank
+WIDTH, LAYERS = 31, 3  # 31 rows are not the same number on each rank
+SAMPLES, BATCH = 230, 60  # each epoch ends with a smaller batch
 
 
 def network() -> Any:
@@ -20,13 +23,14 @@ def network() -> Any:
     return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)])
 
 
-def step(model: Any, optimizer: Any, number: int, rank: int, size: int) -> None:
-    """One step on this rank's part of the global batch `number`; the mean over ranks is the gradient of the whole."""
+def samples() -> Any:
     import torch
 
-    data = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-    own = data[rank * BATCH // size : (rank + 1) * BATCH // size]
-    ((model(own) - own).square().sum() * size / data.numel()).backward()
+    return torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: Any, optimizer: Any, batch: Any, weight: float = 1.0) -> None:
+    ((model(batch) - batch).square().mean() * weight).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -34,16 +38,18 @@ def step(model: Any, optimizer: Any, number: int, rank: int, size: int) -> None:
 def train(
     folder: str, *, every: int = 1, copies: int = 1, shard: int | None = None, pause: float = 0.01
 ) -> dict[str, Any]:
-    """Train until `folder/finish` exists; return the step, and the largest difference to a training by one process.
+    """Train until `folder/finish` exists; return the step and the weights.
 
     The rank whose number is in `folder/die-in-refill` dies in the middle of its next re-sharding.
     """
     import torch
     from torch.distributed.fsdp import fully_shard
+    from torch.utils.data import DataLoader
 
     torch.manual_seed(3)
-    log, first = Log(folder), torch.get_rng_state()
-    state = nbe.ShardedState(step=0, every=every, copies=copies)
+    log, data = Log(folder), samples()
+    sampler = nbe.ElasticSampler(range(SAMPLES), seed=3, global_batch=BATCH)
+    state = nbe.ShardedState(step=0, epoch=0, sampler=sampler, every=every, copies=copies)
     _die_in_refill(Path(folder) / "die-in-refill")
 
     @nbe.elastic
@@ -57,30 +63,46 @@ def train(
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         state.bind(model=model, optimizer=optimizer)
         log(begin=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank())
-        while not any_rank_finds(folder, "finish"):
-            step(model, optimizer, state.step, nbe.rank(), nbe.size())
-            state.step += 1
-            log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank())
-            state.commit()
-            time.sleep(pause)
-        weights = [parameter.full_tensor() for parameter in model.parameters()]
-        return {"step": state.step, "difference": difference(weights, state.step, first), "rank": nbe.rank()}
+        for state.epoch in itertools.count(state.epoch):
+            sampler.set_epoch(state.epoch)
+            for indices in DataLoader(range(SAMPLES), batch_size=nbe.local_batch_size(BATCH), sampler=sampler):
+                if any_rank_finds(folder, "finish"):
+                    return result(model)
+                step(model, optimizer, data[indices], sampler.weight(len(indices)))
+                sampler.record_batch(len(indices))
+                state.step += 1
+                log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank())
+                state.commit()
+                time.sleep(pause)
+        raise AssertionError
 
-    result: dict[str, Any] = loop(state)
-    return result
+    def result(model: Any) -> dict[str, Any]:
+        weights = [parameter.full_tensor().detach() for parameter in model.parameters()]
+        return {"step": state.step, "weights": weights}
+
+    return dict(loop(state))
 
 
-def difference(weights: list[Any], steps: int, random_state: Any) -> float:
-    """The largest difference to the weights of an undisturbed training, relative to the largest weight."""
+def difference(result: dict[str, Any]) -> float:
+    """The largest difference of the weights to those after as many steps of one process, relative to the largest weight."""
     import torch
 
-    torch.set_rng_state(random_state)
-    model = network()
+    torch.manual_seed(3)
+    model, data = network(), samples()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(steps):
-        step(model, optimizer, number, 0, 1)
-    pairs = zip(weights, model.parameters(), strict=True)
+    for indices in itertools.islice(_batches(), result["step"]):
+        step(model, optimizer, data[indices])
+    pairs = zip(result["weights"], (p.detach() for p in model.parameters()), strict=True)
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+def _batches() -> Iterator[list[int]]:
+    """The global batches: every sample once per epoch."""
+    for epoch in itertools.count():
+        order = nbe.ElasticSampler(range(SAMPLES), seed=3)
+        order.set_epoch(epoch)
+        indices = list(order)
+        yield from (indices[start : start + BATCH] for start in range(0, SAMPLES, BATCH))
 
 
 def _die_in_refill(file: Path) -> None:
