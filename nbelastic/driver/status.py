@@ -130,7 +130,7 @@ def _copies(cluster: ClusterState, telemetry: Telemetry) -> CopiesStatus | None:
 
 
 def _worker_copies(w: WorkerId, cluster: ClusterState, telemetry: Telemetry) -> WorkerCopies | None:
-    """Copies on a member, with ranks as ids. What it reported in an earlier generation names other ranks."""
+    """Copies on a member, with ranks as ids. A report of an earlier generation is not used: it names other ranks."""
     generation, copies = telemetry.copies.get(w, (0, None))
     if copies is None or generation != cluster.generation:
         return None
