@@ -158,11 +158,16 @@ class ReceivedMessages:
         telemetry.add_commit(message.commit, now)
         is_rank_0 = bool(cluster.members) and message.worker == cluster.members[0]
         if message.copies is not None and message.generation == cluster.generation:
+            if cluster.phase == "running":
+                telemetry.add_world(message.generation, cluster.members)
             telemetry.add_copies(message.worker, message.generation, message.copies, now, is_rank_0=is_rank_0)
         if is_rank_0:
             self._add_report(message.worker, message.commit, message.report)
             telemetry.measure_speed(now, message.commit)
         if message.first is not None and message.generation == cluster.generation:
+            if is_rank_0 and message.copies is not None and message.copies.continued is not None:
+                text = telemetry.continued_text(message.copies.continued, cluster.size)
+                self._record(cmd.Record("state-recovered", text, generation=message.generation))
             self._event_log.note_first_step(message, now, cluster.size)
         self._publish_soon()
         self._snapshot_writer.save_telemetry(telemetry, now)

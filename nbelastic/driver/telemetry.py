@@ -16,6 +16,7 @@ from nbelastic.protocol.status import RequestStatus
 NAN = float("nan")
 BEHIND_TIME = 2.0  # seconds that others must have been ahead, because most workers report once a second
 MAX_CURVES = 4
+MAX_WORLDS = 8
 MAX_POINTS = 100  # of a curve
 LARGEST_TOTAL = 2**53  # JavaScript has no larger integers
 IDLE_TIME = 5.0  # seconds without CPU time after which a process is idle
@@ -97,6 +98,7 @@ class Telemetry(Struct):
     curves: dict[str, Curve] = {}
     copies: dict[WorkerId, tuple[int, worker_messages.Copies]] = {}  # with the generation whose ranks they name
     whole: WholeCommit | None = None
+    worlds: dict[int, tuple[WorkerId, ...]] = {}  # by generation, the members of the last ones that had copies
     steps_per_second: float | None = None
     failed_at: float | None = None
     step_rate: StepRate = msgspec.field(default_factory=StepRate)
@@ -166,12 +168,25 @@ class Telemetry(Struct):
         ):
             self.whole = WholeCommit(generation, commit, now - copies.age, copies.seconds)
 
+    def add_world(self, generation: int, members: tuple[WorkerId, ...]) -> None:
+        """These workers train in this generation."""
+        if generation not in self.worlds:
+            self.worlds = {**dict(list(self.worlds.items())[1 - MAX_WORLDS :]), generation: members}
+
+    def continued_text(self, continued: worker_messages.Continued, size: int) -> str:
+        """Describe from which commit a world of `size` continues, and whose copies it uses."""
+        world = self.worlds.get(continued.generation, ())
+        lost = [str(world[r]) if 0 <= r < len(world) else f"rank {r}" for r in continued.lost]
+        return f"world of {size} continues from commit {continued.commit}" + (
+            f" (copies of {', '.join(lost)})" if lost else ""
+        )
+
     def begin_job(self, last_generation: int = 0) -> None:
         """Forget the previous job's progress. Later messages of generations up to `last_generation` belong to that job."""
         self.last_generation = last_generation
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
-        self.copies, self.whole = {}, None
+        self.copies, self.whole, self.worlds = {}, None, {}
         self.step_rate = StepRate()
 
     def measure_speed(self, now: float, commit: int) -> None:

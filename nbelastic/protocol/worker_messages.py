@@ -45,7 +45,19 @@ class WorkerReport(Message):
     state_since: int = 0  # see `WorkerReady`
 
 
-SomeRanks = Annotated[tuple[int, ...], Meta(max_length=16)]
+MOST_RANKS = 16  # that a worker lists
+SomeRanks = Annotated[tuple[int, ...], Meta(max_length=MOST_RANKS)]
+
+
+class Continued(Struct, frozen=True):
+    """The commit from which a world continues after a loss.
+
+    `lost`: ranks of that commit's `generation` whose shards came from copies; 16 at most.
+    """
+
+    generation: int
+    commit: int
+    lost: SomeRanks = ()
 
 
 class Copies(Struct, frozen=True, omit_defaults=True):
@@ -53,6 +65,7 @@ class Copies(Struct, frozen=True, omit_defaults=True):
 
     `whole`: the newest whole commit that it knows, made `age` seconds before the report, and copied in `seconds`. `nbytes`: the
     memory of its copies. `buddies`: ranks that keep a copy of its shard; `wards`: ranks whose copies it keeps; 16 at most.
+    `continued`: only in a generation that follows a loss.
     """
 
     nbytes: Annotated[int, Meta(ge=0, lt=2**53)]
@@ -61,6 +74,7 @@ class Copies(Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     buddies: SomeRanks = ()
     wards: SomeRanks = ()
+    continued: Continued | None = None
 
 
 class WorkerProgress(Message):

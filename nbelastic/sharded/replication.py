@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nbelastic.protocol.worker_messages import Copies
+from nbelastic.protocol.worker_messages import MOST_RANKS, Continued, Copies
 from nbelastic.sharded.arena import Arena, Arenas, Shard, ShardTensor
 from nbelastic.sharded.buddies import choose_buddies
 from nbelastic.sharded.chunks import Layout
@@ -23,8 +23,6 @@ from nbelastic.sharded.host_memory import HostMemory, Offer, offer
 from nbelastic.sharded.transfer import REPLICATE, exchange, gather_bytes
 from nbelastic.sharded.whole_commits import Commit, Held
 from nbelastic.worker.threads import run_in_thread
-
-MOST_RANKS = 16  # in a report
 
 
 class Whole(NamedTuple):
@@ -45,6 +43,7 @@ class Replication:
     def __init__(self, layout: Layout, rank: int, copies: int, group: Any, *, pinned: bool) -> None:
         self.whole: Whole | None = None  # the newest one of this generation
         self.nbytes = 0  # of all arenas of this rank
+        self.continued: Continued | None = None  # for the report
         self._layout, self._rank, self._group, self._pinned = layout, rank, group, pinned
         self._all_buddies = choose_buddies(layout.hosts, layout.owners(), copies)
         self.buddies: tuple[int, ...] = ()  # ranks to which copies are sent
@@ -64,9 +63,10 @@ class Replication:
     def report(self, now: float) -> Copies:
         """What the driver shows; `now`: monotonic seconds. Any thread may call it."""
         whole, buddies, wards = self.whole, self.buddies[:MOST_RANKS], self.wards[:MOST_RANKS]
-        if whole is None:
-            return Copies(self.nbytes, buddies=buddies, wards=wards)
-        return Copies(self.nbytes, whole.commit.number, now - whole.made_at, whole.seconds, buddies, wards)
+        number, age, seconds = (None, 0.0, 0.0)
+        if whole is not None:
+            number, age, seconds = whole.commit.number, now - whole.made_at, whole.seconds
+        return Copies(self.nbytes, number, age, seconds, buddies, wards, self.continued)
 
     def begin(self, commit: Commit, shard: Shard) -> Shard:
         """Copy `shard`, and begin to send it. `finish` must have returned for the commit before. Returns the copy."""

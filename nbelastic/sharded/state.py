@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from nbelastic.errors import StateError, UsageError
+from nbelastic.protocol.worker_messages import Continued
 from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.buddies import hand_over
@@ -26,7 +27,7 @@ from nbelastic.sharded.refill import check_fits, equalize, refill
 from nbelastic.sharded.replication import Replication
 from nbelastic.sharded.resharding import moves
 from nbelastic.sharded.transfer import HAND_OVER, broadcast_bytes, exchange, gather_bytes, meet
-from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose, continues
+from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose, continued
 from nbelastic.state import rng
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import LARGE
@@ -77,6 +78,7 @@ class ShardedState(State):
         self._hooks: list[Any] = []
         self._copy_waits = CopyWaits(every)
         self._is_after_loss = False  # the last generation was aborted
+        self._continued: Continued | None = None  # for the event log
         super().__init__(*unnamed, **values)
 
     # ---- for the program ----
@@ -118,8 +120,8 @@ class ShardedState(State):
         held.add_generation(layout, rank)
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in bound.optimizers.values()]
         self._replication = Replication(layout, rank, self._copies, self._group, pinned=bound.device.type == "cuda")
-        if self._copies:
-            session.report_copies(self._replication.report)
+        self._replication.continued = self._continued
+        session.report_copies(self._replication.report)
         self._set_live()
         self._replicate()
 
@@ -241,9 +243,7 @@ class ShardedState(State):
         if isinstance(choice, Lost) and choice.commit.number > 0:
             raise StateError(_lost(choice))
         self._choice = choice if isinstance(choice, Choice) else None
-        if self._is_after_loss and self._choice is not None:
-            self._print(continues(self._choice, statements))
-        self._is_after_loss = False
+        self._continued = continued(self._choice, statements) if self._is_after_loss and self._choice else None
         root = self._choice.members[0] if self._choice is not None else 0
         sent = self._small_message() if formation.rank == root else bytearray()
         message = from_bytes(session.run_abortable(lambda: broadcast_bytes(sent, root, group)))
@@ -352,14 +352,11 @@ class ShardedState(State):
             return
         begun = time.monotonic()
         self._finish_copies()
-        self._print(self._copy_waits.note(live.number, replication.whole, begun, time.monotonic()))
+        line = self._copy_waits.note(live.number, replication.whole, begun, time.monotonic())
+        if line is not None and self._formation is not None and self._formation.rank == 0:
+            print(f"nbelastic: {line}", file=sys.stderr, flush=True)
         shard = bound.shard()
         self._holdings.add_own(live, replication.begin(live, shard), self._full_record(shard))
-
-    def _print(self, text: str | None) -> None:
-        """Rank 0 prints `text` in the job's log, if there is one."""
-        if text is not None and self._formation is not None and self._formation.rank == 0:
-            print(f"nbelastic: {text}", file=sys.stderr, flush=True)
 
     def _finish_copies(self) -> None:
         """Wait until the last commit that is being copied is whole."""

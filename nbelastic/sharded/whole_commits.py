@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from nbelastic.protocol.worker_messages import MOST_RANKS, Continued
+
 
 class Commit(Struct, frozen=True, order=True):
     """A commit of a generation. A later generation continues from the commit that was chosen, so it is the newer one."""
@@ -98,12 +100,10 @@ def _members(statements: Sequence[Statement], commit: Commit) -> tuple[int, ...]
     )
 
 
-def continues(choice: Choice, statements: Sequence[Statement]) -> str:
-    """The line that says to which commit the ranks return, and whose shards come from copies."""
+def continued(choice: Choice, statements: Sequence[Statement]) -> Continued:
+    """For the event log: to which commit the ranks return, and the lost ranks whose shards come from copies."""
     generation = choice.commit.generation
     origin = next(one.origins[generation] for one in statements if generation in one.origins)
     present = {one.ranks.get(generation) for one in statements}
-    lost = [min(ranks) for ranks in origin.owners if ranks.isdisjoint(present)]
-    names = ", ".join(f"rank {shard} on {origin.hosts[shard]}" for shard in sorted(lost))
-    world = f"a world of {len(statements)} continues from commit {choice.commit.number}"
-    return f"{world}, with the copies of {names}." if lost else f"{world}."
+    lost = sorted(min(ranks) for ranks in origin.owners if ranks.isdisjoint(present))
+    return Continued(generation, choice.commit.number, tuple(lost[:MOST_RANKS]))

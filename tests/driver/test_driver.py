@@ -97,6 +97,33 @@ def test_late_progress_of_an_earlier_job_is_dropped(tmp_path: Path) -> None:
     run_story(story)
 
 
+def test_the_event_log_says_from_which_commit_a_sharded_model_continues(tmp_path: Path) -> None:
+    """The new rank 0 reports lost ranks of the generation before; the event names their workers, once."""
+
+    async def story() -> None:
+        async with training(tmp_path, "a:2,b:1", min=2) as fakes:
+            first = fakes.driver.cluster.generation
+            members = [str(w) for w in fakes.driver.cluster.members]
+            report = worker_messages.WorkerProgress(
+                WorkerId.parse(members[0]), first, 1, {}, 1.0, worker_messages.Copies(100, 1)
+            )
+            fakes.deliver(f"worker/{members[0]}", report)
+            await fakes.settle()
+            fakes.kill(members[2])
+            await fakes.advance_time(1.0)
+            now = fakes.driver.cluster
+            continued = worker_messages.Continued(first, 1, (2,))
+            again = worker_messages.Copies(100, 2, continued=continued)
+            for took in (1.0, None):
+                report = worker_messages.WorkerProgress(now.members[0], now.generation, 2, {}, took, again)
+                fakes.deliver(f"worker/{now.members[0]}", report)
+            await fakes.settle()
+            texts = [event.text for event in fakes.driver.event_log.kept()[0] if event.kind == "state-recovered"]
+            assert texts == [f"world of {now.size} continues from commit 1 (copies of {members[2]})"]
+
+    run_story(story)
+
+
 def test_a_silent_host_is_lost_and_rejoins(tmp_path: Path) -> None:
     """A host is lost only after `silence`; the others continue, and the host rejoins when it sends messages again."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -78,7 +79,9 @@ def lost_steps(training):
     return found
 
 
-@pytest.mark.parametrize("victims", [(0,), (3,), (0, 1), (0, 2)], ids=["first", "last", "a-host", "each-others-buddies"])
+@pytest.mark.parametrize(
+    "victims", [(0,), (3,), (0, 1), (0, 2)], ids=["first", "last", "a-host", "each-others-buddies"]
+)
 def test_ranks_die(trains, victims):
     """The others go on with at most one step less; the replacements join; the weights are as if no rank had died."""
     training = trains()
@@ -117,6 +120,29 @@ def test_copies_at_every_fourth_commit(trains):
     training.wait_for_world(4)
     finish(training)
     assert max(lost_steps(training).values()) <= 7
+
+
+def test_the_status_shows_copies_and_the_event_log_their_use(trains):
+    """The newest whole commit grows, each copy is on the other host, and the event names the worker whose copy was used."""
+    training = trains(pause=0.1)
+    cluster = training.cluster
+    until(lambda: (copies := cluster.status().copies) and (copies.commit or 0) >= 2 and copies.workers == 4)
+    status = cluster.status()
+    assert 0 <= status.time - status.copies.made_at < 10
+    assert status.copies.memory == sum(worker.copies.memory for worker in status.workers) > 0
+    hosts = {"localhost": "127.0.0.2", "127.0.0.2": "localhost"}
+    for worker in status.workers:
+        assert [on.partition("/")[0] for on in worker.copies.copied_to] == [hosts[worker.host]]
+        assert worker.copies.keeps == worker.copies.copied_to  # two ranks keep each other's
+    victim = by_rank(cluster)[2]
+    kill(training, 2)
+    (event,) = until(lambda: [e for e in cluster.events if e.kind == "state-recovered"])
+    assert re.fullmatch(rf"world of 3 continues from commit \d+ \(copies of {victim.id}\)", event.text)
+    training.wait_for_world(4)
+    until(lambda: cluster.status().copies.workers == 4)
+    assert cluster.status().copies.commit >= status.copies.commit
+    finish(training)
+    assert cluster.status().copies is None
 
 
 def test_replicas_need_no_copies(trains):

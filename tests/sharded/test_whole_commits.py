@@ -1,6 +1,7 @@
 """The ranks return to the newest commit of which every chunk has a holder."""
 
-from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Origin, Statement, choose, continues
+from nbelastic.protocol.worker_messages import Continued
+from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Origin, Statement, choose, continued
 
 FOUR = Origin(("a", "a", "b", "b"), tuple(frozenset({rank}) for rank in range(4)))
 
@@ -29,12 +30,12 @@ def test_the_newest_commit_that_every_shard_has():
     assert choice == Choice(Commit(1, 8), {0: (0, 2), 1: (1,), 2: (0, 2), 3: (1,)}, (0, 1, 2))
 
 
-def test_the_log_names_the_commit_and_whose_copies_are_used():
+def test_the_event_log_gets_the_commit_and_whose_copies_are_used():
     """Rank 3 is lost, so its copy is used; without a loss no copies are named."""
     three = states(r0=[(8, 0), (8, 2)], r1=[(8, 1), (8, 3)], r2=[(8, 2), (8, 0)])
-    assert continues(choose(three), three) == "a world of 3 continues from commit 8, with the copies of rank 3 on b."
+    assert continued(choose(three), three) == Continued(1, 8, (3,))
     four = [*three, *states(r3=[(8, 3)])]
-    assert continues(choose(four), four) == "a world of 4 continues from commit 8."
+    assert continued(choose(four), four) == Continued(1, 8)
 
 
 def test_a_pair_that_holds_each_others_copies_is_lost_together():
