@@ -138,4 +138,4 @@ def _worker_copies(w: WorkerId, cluster: ClusterState, telemetry: Telemetry) -> 
     def names(ranks: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(cluster.members[rank]) for rank in ranks if 0 <= rank < len(cluster.members))
 
-    return WorkerCopies(copies.nbytes, names(copies.buddies), names(copies.wards))
+    return WorkerCopies(copies.nbytes, names(copies.buddies), names(copies.wards), copies.shared)

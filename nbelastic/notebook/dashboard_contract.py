@@ -29,12 +29,13 @@ class WorkerRow(NamedTuple):
 class WorkerCopies(NamedTuple):
     """Copies of a sharded model on a worker. `memory`: MB. `copied_to`: slots, as `gpu1/0`, whose workers have its copy.
 
-    `keeps`: slots whose workers' copies it has.
+    `keeps`: slots whose workers' copies it has. `shared`: the other workers of its host can read its copies.
     """
 
     memory: int
     copied_to: list[str]
     keeps: list[str]
+    shared: bool
 
 
 class Host(TypedDict):

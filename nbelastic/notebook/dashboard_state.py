@@ -158,8 +158,8 @@ def _copies(copies: CopiesStatus) -> Copies:
 
 
 def _worker_copies(copies: WorkerCopiesStatus) -> WorkerCopies:
-    places = [[slot_name(worker) for worker in workers] for workers in (copies.copied_to, copies.keeps)]
-    return WorkerCopies(_whole_megabytes(copies.memory), *places)
+    copied_to, keeps = [[slot_name(worker) for worker in each] for each in (copies.copied_to, copies.keeps)]
+    return WorkerCopies(_whole_megabytes(copies.memory), copied_to, keeps, copies.shared)
 
 
 def _whole_megabytes(count: int) -> int:

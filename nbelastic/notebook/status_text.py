@@ -154,8 +154,10 @@ def _worker_copies(worker: WorkerStatus) -> str:
     """Return the memory of a worker's copies, and where the copy of its shard is."""
     if worker.copies is None:
         return ""
-    on = ", ".join(slot_name(id_) for id_ in worker.copies.copied_to)
-    return _bytes(worker.copies.memory) + (f", copy on {on}" if on else "")
+    memory, on = _bytes(worker.copies.memory), ", ".join(slot_name(id_) for id_ in worker.copies.copied_to)
+    if on:
+        return f"{memory}, copy on {on}"
+    return f"{memory}, shared on {worker.host}" if worker.copies.shared else memory
 
 
 def slot_name(worker: str) -> str:

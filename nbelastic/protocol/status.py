@@ -41,11 +41,13 @@ class WorkerCopies(Struct, frozen=True):
     """Copies of a sharded model on one worker. `memory`: their bytes, those of its own shard included.
 
     `copied_to`: ids of the workers that keep a copy of its shard. `keeps`: ids of the workers whose copies it keeps.
+    `shared`: the other workers of its host can read its copies, also after its end.
     """
 
     memory: int
     copied_to: tuple[str, ...]
     keeps: tuple[str, ...]
+    shared: bool = False
 
 
 class WorkerStatus(Struct, frozen=True):

@@ -65,7 +65,7 @@ class Copies(Struct, frozen=True, omit_defaults=True):
 
     `whole`: the newest whole commit that it knows, made `age` seconds before the report, and copied in `seconds`. `nbytes`: the
     memory of its copies. `buddies`: ranks that keep a copy of its shard; `wards`: ranks whose copies it keeps; 16 at most.
-    `continued`: only in a generation that follows a loss.
+    `shared`: other workers of its host can read its copies. `continued`: only in a generation that follows a loss.
     """
 
     nbytes: Annotated[int, Meta(ge=0, lt=2**53)]
@@ -74,6 +74,7 @@ class Copies(Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     buddies: SomeRanks = ()
     wards: SomeRanks = ()
+    shared: bool = False
     continued: Continued | None = None
 
 

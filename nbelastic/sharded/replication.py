@@ -43,6 +43,7 @@ class Replication:
     def __init__(self, layout: Layout, rank: int, copies: int, group: Any, *, pinned: bool) -> None:
         self.whole: Whole | None = None  # the newest one of this generation
         self.nbytes = 0  # of all arenas of this rank
+        self.shared = False  # other workers of this host have mapped the arenas of this rank
         self.continued: Continued | None = None  # for the report
         self._layout, self._rank, self._group, self._pinned = layout, rank, group, pinned
         self._all_buddies = choose_buddies(layout.hosts, layout.owners(), copies)
@@ -66,7 +67,7 @@ class Replication:
         number, age, seconds = (None, 0.0, 0.0)
         if whole is not None:
             number, age, seconds = whole.commit.number, now - whole.made_at, whole.seconds
-        return Copies(self.nbytes, number, age, seconds, buddies, wards, self.continued)
+        return Copies(self.nbytes, number, age, seconds, buddies, wards, self.shared, self.continued)
 
     def begin(self, commit: Commit, shard: Shard) -> Shard:
         """Copy `shard`, and begin to send it. `finish` must have returned for the commit before. Returns the copy."""
@@ -144,5 +145,8 @@ class Replication:
             msgspec.msgpack.decode(one, type=Offer) for one in gather_bytes(msgspec.msgpack.encode(own), self._group)
         ]
         self._host.map(offers, names, partial(self._shapes, names))
+        hosts = self._layout.hosts
+        here = [one for one, host in zip(offers, hosts, strict=True) if host == hosts[self._rank]]
+        self.shared = len(here) > 1 and not any(one.unreachable for one in here)
         if any(one.unreachable for one in offers):
             self._send_to_buddies()

@@ -111,7 +111,11 @@ def test_an_open_slot_shows_who_has_its_copy(view):
     view.open(sharded())
     view.page.locator(".nbe-chip").nth(1).click()
     detail = view.page.locator(".nbe-detail")
-    for text in ("Memory of copies1.2\u00a0GB", "Its copy is ongpu2/1", "It keeps the copy ofgpu2/1"):
+    for text in (
+        "Memory of copies1.2\u00a0GB",
+        "Its copy is ongpu2/1, gpu1 (shared memory)",
+        "It keeps the copy ofgpu2/1",
+    ):
         expect(detail).to_contain_text(text)
     view.patch(hosts={"gpu1": {"copies": {"1#1": None}}})
     expect(detail).not_to_contain_text("copy")

@@ -47,7 +47,9 @@ def state(**more):
 
 def sharded(**more):
     """The same cluster with a sharded model; each rank keeps the copy of a rank of the other host."""
-    rows = {f"gpu{h}": {f"{s}#1": [1240, [f"gpu{3 - h}/{s}"], [f"gpu{3 - h}/{s}"]] for s in (0, 1)} for h in (1, 2)}
+    rows = {
+        f"gpu{h}": {f"{s}#1": [1240, [f"gpu{3 - h}/{s}"], [f"gpu{3 - h}/{s}"], True] for s in (0, 1)} for h in (1, 2)
+    }
     hosts = {
         "gpu1": host([worker(0), worker(1)], copies=rows["gpu1"]),
         "gpu2": host([worker(2), worker(3)], address="10.0.0.2", copies=rows["gpu2"]),
@@ -92,7 +94,7 @@ def crowd():
         "localhost": host(
             [worker(0), worker(1, behind=3), worker(2), worker(None, "starting")],
             gpus=[[93, 61_000, 80_000]],
-            copies={"1#1": [1240, [f"{long}/0", "gpu3/1"], [f"{long}/0", "gpu3/1"]]},
+            copies={"1#1": [1240, [f"{long}/0", "gpu3/1"], [f"{long}/0", "gpu3/1"], True]},
         ),
         long: host(
             slots,

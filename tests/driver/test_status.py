@@ -163,10 +163,12 @@ def test_the_status_shows_the_copies_of_a_sharded_model(monkeypatch):
     telemetry, cluster = Telemetry(), training("a/0#1", "b/0#2")
     assert snapshot("s", cluster, telemetry, 5.0).copies is None
     telemetry.add_copies(wid("b/0#2"), 3, worker_messages.Copies(200, 9, 0.1, 0.3, (0,), (0,)), 5.0, is_rank_0=False)
-    telemetry.add_copies(wid("a/0#1"), 3, worker_messages.Copies(100, 8, 0.5, 0.4, (1,), (1, 7)), 5.0, is_rank_0=True)
+    telemetry.add_copies(
+        wid("a/0#1"), 3, worker_messages.Copies(100, 8, 0.5, 0.4, (1,), (1, 7), shared=True), 5.0, is_rank_0=True
+    )
     shown = snapshot("s", cluster, telemetry, 6.0)
     assert shown.copies == CopiesStatus(8, 1004.5, 0.4, 300, 2)
-    assert shown.workers[0].copies == WorkerCopies(100, ("b/0#2",), ("b/0#2",))  # there is no rank 7
+    assert shown.workers[0].copies == WorkerCopies(100, ("b/0#2",), ("b/0#2",), shared=True)  # there is no rank 7
     assert shown.workers[1].copies == WorkerCopies(200, ("a/0#1",), ("a/0#1",))
 
 

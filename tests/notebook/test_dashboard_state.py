@@ -162,12 +162,12 @@ def test_the_copies_of_a_sharded_model_are_shown_by_slot():
     """Memory in MB, rounded up; ids of workers without their incarnation. Other jobs have none."""
     workers = [
         WorkerStatus(f"a/{s}#2", "a", s, s, s, 1, "running", 9, 0, "", copies=copies)
-        for s, copies in enumerate([WorkerCopies(1_500_001, ("b/0#1",), ("a/1#2", "c/0#1")), None])
+        for s, copies in enumerate([WorkerCopies(1_500_001, ("b/0#1",), ("a/1#2", "c/0#1"), shared=True), None])
     ]
     hosts = (HostStatus("a", "", 2, "up", "", 0.0),)
     copies = CopiesStatus(8, 99.04, 0.4251, 3_000_000, 1)
     status = Status("s", "running", "", 1, 2, 1, None, hosts, tuple(workers), "job-1", "", copies=copies)
     view = key_frame(status, [], 0)
-    assert view["hosts"]["a"]["copies"] == {"0#2": (2, ["b/0"], ["a/1", "c/0"])}
+    assert view["hosts"]["a"]["copies"] == {"0#2": (2, ["b/0"], ["a/1", "c/0"], True)}
     assert view["copies"] == {"commit": 8, "made_at": 99.0, "seconds": 0.43, "memory": 3, "workers": 1}
     assert key_frame(Status("s", "running", "", 1, 0, 1, None, hosts, (), None, ""), [], 0)["copies"] is None

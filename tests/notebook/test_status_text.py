@@ -19,7 +19,8 @@ def status(*workers, copies=None):
 SHARDED = status(
     worker(0, WorkerCopies(600_000_000, ("host/1#1",), ("host/1#1",))),
     worker(1, WorkerCopies(600_000_000, (), ("host/0#1",))),
-    worker(2),
+    worker(2, WorkerCopies(600_000_000, (), (), shared=True)),
+    worker(3),
     copies=CopiesStatus(1240, 999.2, 0.4, 1_200_000_000, 2),
 )
 
@@ -28,7 +29,8 @@ def test_the_copies_of_a_sharded_model_are_one_line_and_a_column():
     """The newest whole commit and its age, all memory, the time to copy, and where each worker's copy is."""
     lines = repr(StatusView(SHARDED)).splitlines()
     assert lines[2] == "whole commit 1240, 0.8 s old · copies 1.2 GB (2 workers) · copied in 0.4 s"
-    assert [line.split("  ")[-1].strip() for line in lines[-3:-1]] == ["600 MB, copy on host/1", "600 MB"]
+    copies = [line.split("  ")[-1].strip() for line in lines[-4:]]
+    assert copies == ["600 MB, copy on host/1", "600 MB", "600 MB, shared on host", "0"]
     html = StatusView(SHARDED)._repr_html_()
     assert "<td>600 MB, copy on host/1</td>" in html
     assert "<div>whole commit 1240, 0.8 s old" in html

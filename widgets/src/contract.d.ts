@@ -6,9 +6,9 @@ export type WorkerRow = [rank: number | null, state: string, behind: number, res
 /**
  * Copies of a sharded model on a worker. `memory`: MB. `copied_to`: slots, as `gpu1/0`, whose workers have its copy.
  *
- * `keeps`: slots whose workers' copies it has.
+ * `keeps`: slots whose workers' copies it has. `shared`: the other workers of its host can read its copies.
  */
-export type WorkerCopies = [memory: number, copied_to: string[], keeps: string[]];
+export type WorkerCopies = [memory: number, copied_to: string[], keeps: string[], shared: boolean];
 
 /**
  * One host. `cpu`: percent of all cores. `memory`: MB in use of `memory_total`.

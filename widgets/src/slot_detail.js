@@ -11,10 +11,11 @@ import { KeyedList } from "./keyed_list.js";
 import { stateOf } from "./slots.js";
 
 /** @returns {[string, string][]} */
-function copyItems(/** @type {WorkerCopies} */ [memory, copiedTo, keeps]) {
+function copyItems(/** @type {WorkerCopies} */ [memory, copiedTo, keeps, shared], /** @type {string} */ host) {
   /** @type {[string, string][]} */
   const items = [["Memory of copies", megabytes(memory)]];
-  if (copiedTo.length) items.push(["Its copy is on", copiedTo.join(", ")]);
+  const places = shared ? [...copiedTo, `${host} (shared memory)`] : copiedTo;
+  if (places.length) items.push(["Its copy is on", places.join(", ")]);
   if (keeps.length) items.push(["It keeps the copy of", keeps.join(", ")]);
   return items;
 }
@@ -58,7 +59,7 @@ export class SlotDetail {
   }
 
   /** @param {Slot} slot @param {string} state @param {number} now @param {number} step @returns {[string, {value: string}][]} */
-  items({ worker, backoffUntil }, state, now, step) {
+  items({ id, worker, backoffUntil }, state, now, step) {
     const stateText = state === "backoff" ? `in back-off, ${duration(backoffUntil - now)} left` : state;
     /** @type {[string, string][]} */
     const items = [["State", stateText]];
@@ -68,7 +69,7 @@ export class SlotDetail {
       if (worker.behind) items.push(["Behind", plural(worker.behind, "commit")]);
       items.push(["Restarts", String(worker.restarts)], ["CPU", percent(worker.cpu) || "–"]);
       items.push(["Memory", megabytes(worker.memory) || "–"]);
-      if (worker.copies) items.push(...copyItems(worker.copies));
+      if (worker.copies) items.push(...copyItems(worker.copies, id.slice(0, id.lastIndexOf("/"))));
     }
     return items.map(([name, value]) => [name, { value }]);
   }
