@@ -13,10 +13,10 @@ from nbelastic.state.optimizers import frozen
 
 SHARDED = (
     "{name} is sharded over ranks (FSDP, DTensor), but a state needs the whole model on every rank. "
-    "Use DistributedDataParallel; sharded models are not supported yet."
+    "Use DistributedDataParallel, or nbe.ShardedState for a sharded model."
 )
 _PARTITIONED = (
-    "{name} is {kind}, which keeps a different part of its state on each rank: it cannot be recovered yet. "
+    "{name} is {kind}, which keeps a different part of its state on each rank: it cannot be recovered. "
     "Use a plain torch.optim optimizer."
 )
 
