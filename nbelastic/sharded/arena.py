@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from nbelastic.errors import StateError
 from nbelastic.sharded.whole_commits import Commit
+from nbelastic.state.memory import free_on_machine
 
 ALIGNMENT = 64  # bytes
 HEADER = 64  # bytes before the tensors: the generation and number of the commit
@@ -38,15 +40,26 @@ Shard = dict[ShardTensor, torch.Tensor]
 
 
 class Arena:
-    """Space for one shard: `tensors` are views of it. Without `fd` it is new memory, else the memory of that descriptor."""
+    """Space for one shard: `tensors` are views of it. Without `fd` it is new memory, else the memory of that descriptor.
+
+    `processes` processes of this machine may allocate one at the same time. StateError if there is not enough memory.
+    """
 
     def __init__(
-        self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], fd: int = -1, *, pinned: bool = False
+        self,
+        names: Sequence[ShardTensor],
+        shapes: Sequence[tuple[int, ...]],
+        fd: int = -1,
+        *,
+        pinned: bool = False,
+        processes: int = 1,
     ) -> None:
         dtypes = [getattr(torch, name.dtype) for name in names]
         lengths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
         self.nbytes = HEADER + sum(padded)
+        if fd < 0:
+            check_memory(self.nbytes, processes)
         self._map, self.fd = _map(self.nbytes, fd)
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
         if pinned:
@@ -88,6 +101,19 @@ class Arena:
             os.close(self.fd)
 
 
+def check_memory(size: int, processes: int) -> None:
+    """StateError if `processes` processes cannot allocate `size` bytes each: the system would kill one of them."""
+    try:
+        free = free_on_machine()
+    except (OSError, ValueError, KeyError):  # this machine does not show its memory
+        return
+    if size * processes > free:
+        raise StateError(
+            f"a copy of this rank's shard takes {size / 1e6:,.0f} MB, {processes} ranks of this host need one now, and "
+            f"{free / 1e6:,.0f} MB are free there: use more hosts, or ShardedState(copies=0), which copies nothing."
+        )
+
+
 def _map(size: int, fd: int) -> tuple[mmap.mmap, int]:
     """The memory, and the descriptor that others open; -1 if it is another process's. Raises OSError."""
     if fd >= 0:
@@ -107,16 +133,21 @@ class Arenas:
     """Two arenas of one shard, used in turn: while one is filled or sent, the other has the last whole commit."""
 
     def __init__(
-        self, names: Sequence[ShardTensor], shapes: Sequence[tuple[int, ...]], *, pinned: bool = False
+        self,
+        names: Sequence[ShardTensor],
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        pinned: bool = False,
+        processes: int = 1,
     ) -> None:
-        self.names, self._shapes, self._pinned = tuple(names), tuple(shapes), pinned
+        self.names, self._shapes, self._pinned, self._processes = tuple(names), tuple(shapes), pinned, processes
         self.made: list[Arena] = []
         self._next = 0
 
     def take(self) -> Arena:
         """The arena to fill now: not the one that was taken last."""
         if len(self.made) < 2:
-            self.made.append(Arena(self.names, self._shapes, pinned=self._pinned))
+            self.made.append(Arena(self.names, self._shapes, pinned=self._pinned, processes=self._processes))
             return self.made[-1]
         self._next = 1 - self._next
         return self.made[1 - self._next]

@@ -52,6 +52,7 @@ class Replication:
         if len(set(layout.hosts)) > 1:
             self._send_to_buddies()
         self._host = HostMemory(layout.hosts, rank)
+        self._on_host = layout.hosts.count(layout.hosts[rank])  # ranks
         self._arenas: dict[int, Arenas] = {}  # by rank: its shard or copies of it
         self.running: Future[None] | None = None
         self._copying: Commit | None = None
@@ -112,7 +113,7 @@ class Replication:
         """Memory for the shard of `rank`. An optimizer's first step adds tensors: then all memory is allocated anew."""
         arenas = self._arenas.get(rank)
         if arenas is None or arenas.names != names:
-            arenas = self._arenas[rank] = Arenas(names, shapes, pinned=self._pinned)
+            arenas = self._arenas[rank] = Arenas(names, shapes, pinned=self._pinned, processes=self._on_host)
         return arenas.take()
 
     def held_on_host(self) -> Mapping[Held, Shard]:

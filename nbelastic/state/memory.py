@@ -17,7 +17,7 @@ def fits(tensors: Iterable[torch.Tensor], device: torch.device, processes: int) 
     for tensor in tensors:
         needed[tensor.device.type] = needed.get(tensor.device.type, 0) + tensor.nbytes
     try:
-        enough = needed.get("cpu", 0) * processes <= _free_on_machine() * MAX_SHARE
+        enough = needed.get("cpu", 0) * processes <= free_on_machine() * MAX_SHARE
     except (OSError, ValueError, KeyError):  # this machine does not show its memory
         return False
     return enough and (device.type != "cuda" or needed.get("cuda", 0) <= _free_on_gpu(device) * MAX_SHARE)
@@ -29,8 +29,8 @@ def _free_on_gpu(gpu: torch.device) -> int:
     return free + int(unused)
 
 
-def _free_on_machine() -> int:
-    """Bytes that are free on this machine and in this process's control groups (version 2)."""
+def free_on_machine() -> int:
+    """Bytes that are free on this machine and in this process's control groups (version 2). Raises OSError or ValueError."""
     found = [_read_table(Path("/proc/meminfo"))["MemAvailable:"] * 1024]
     own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
     for group in (CGROUPS / own, *(CGROUPS / own).parents):

@@ -101,7 +101,7 @@ def test_unknown_free_memory_counts_as_none(monkeypatch):
     def unknown():
         raise FileNotFoundError
 
-    monkeypatch.setattr(memory, "_free_on_machine", unknown)
+    monkeypatch.setattr(memory, "free_on_machine", unknown)
     assert not fits([Huge(1)], CPU, 1)
 
 
@@ -130,7 +130,7 @@ class Huge:
 
 def test_what_fits_is_shared_by_the_processes_of_a_machine(monkeypatch):
     """Half of the free memory is used, and each receiver on this machine takes the same amount."""
-    monkeypatch.setattr(memory, "_free_on_machine", lambda: 1000)
+    monkeypatch.setattr(memory, "free_on_machine", lambda: 1000)
     assert fits([Huge(100), Huge(150)], CPU, 2)
     assert not fits([Huge(100), Huge(151)], CPU, 2)
     assert fits([Huge(10**6, "meta")], CPU, 2)
@@ -142,9 +142,9 @@ def test_a_control_group_bounds_the_free_memory(monkeypatch, tmp_path):
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 300000\n")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    assert memory._free_on_machine() == 400_000
+    assert memory.free_on_machine() == 400_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._free_on_machine() > 400_000
+    assert memory.free_on_machine() > 400_000
 
 
 def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
