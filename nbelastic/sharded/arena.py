@@ -92,8 +92,9 @@ class Arena:
     def fill(self, shard: Shard, commit: Commit) -> None:
         """Copy `shard` into this memory."""
         self.unseal()
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.tensors.values()), [shard[name] for name in self.tensors])
+        if self.tensors:  # torch wants at least one
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.tensors.values()), [shard[name] for name in self.tensors])
         self.seal(commit)
 
     def __del__(self) -> None:

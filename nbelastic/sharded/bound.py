@@ -14,6 +14,7 @@ from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.chunks import OwnChunk
 from nbelastic.sharded.parameters import chunk_of, like, local_tensor, plain_name
 from nbelastic.state import optimizers
+from nbelastic.state.contents import LARGE
 from nbelastic.state.optimizers import frozen
 
 
@@ -121,6 +122,35 @@ class Bound:
                 raise StateError(f"{name} has the buffer {odd} only here, or only in the commit that is restored.")
             for key, buffer in own.items():
                 buffer.copy_(wanted[name][key])
+
+
+def bind_values(values: Mapping[str, Any]) -> Bound:
+    """Sort the values given to `ShardedState.bind`. StateError if one of them cannot be recovered."""
+    modules, trained_by = {}, {}
+    for name, value in values.items():
+        if isinstance(value, torch.nn.Module):
+            modules[name] = value
+        elif isinstance(value, torch.optim.Optimizer):
+            trained_by[name] = value
+        elif not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise StateError(
+                f"bind({name}=…) takes models, optimizers and what has a state_dict(), not {type(value).__name__}: "
+                "give numbers to ShardedState() itself."
+            )
+    if not modules:
+        raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
+    return Bound(modules, trained_by)
+
+
+def check_small(values: Mapping[str, Any]) -> None:
+    """StateError if a value given to `ShardedState()` belongs into `bind`."""
+    for name, value in values.items():
+        if isinstance(value, LARGE):
+            kind = type(value).__name__
+            raise StateError(
+                f"{name} is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}: make it inside the elastic function, "
+                f"after fully_shard, and give it to bind({name}=…)."
+            )
 
 
 def _named(local: torch.Tensor, parameter: str, optimizer: str = "", entry: str = "") -> ShardTensor:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nbelastic.sharded.arena import Shard
+from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.whole_commits import Commit, Held, Origin, Statement
+from nbelastic.state.checks import frozen_value
 
-Record = dict[str, Any]  # see `ShardedState._make_record`
+Record = dict[str, Any]  # see `present_record` and `full_record`
+
+
+def present_record(small: Mapping[str, Any], bound: Bound) -> Record:
+    """What a step or a forward pass changes beside the sharded tensors: small values, buffers, options of optimizers."""
+    return {
+        "small": {name: frozen_value(name, value) for name, value in small.items()},
+        "buffers": {name: {key: one.clone() for key, one in own.items()} for name, own in bound.buffers().items()},
+        "optimizers": bound.settings(),
+    }
+
+
+def full_record(record: Record, bound: Bound, shard: Shard) -> Record:
+    """All that belongs to a commit beside the shards."""
+    return {**record, "scalars": bound.scalars(), "tensors": [tuple(name) for name in shard]}
 
 
 class Holdings:

@@ -14,7 +14,7 @@ from nbelastic.sharded.chunks import Layout, owners_of
 from nbelastic.sharded.holdings import Record
 from nbelastic.sharded.parameters import local_tensor
 from nbelastic.sharded.resharding import Move
-from nbelastic.sharded.transfer import RESHARD, exchange
+from nbelastic.sharded.transfer import HAND_OVER, RESHARD, exchange, meet
 
 
 def check_fits(old: Layout, new: Layout, bound: Bound, record: Record) -> None:
@@ -90,6 +90,22 @@ def equalize(bound: Bound, layout: Layout, rank: int, group: Any) -> None:
                 receives.setdefault(first, []).append(local_tensor(bound.parameters[name]))
     with torch.no_grad():
         exchange(sends, receives, group, RESHARD)
+
+
+def send_shards(plan: Mapping[int, int], layout: Layout, rank: int, shard: Shard, group: Any) -> dict[int, Shard]:
+    """Collective: ranks send their shard to others, `plan`: sender -> receiver. Returns those that this rank received."""
+    received: dict[int, Shard] = {}
+    for source, target in plan.items():
+        if target == rank:
+            chunks = {name: layout.parameters[name.parameter].chunks[source] for name in shard}
+            received[source] = {
+                name: torch.empty(chunk.sizes if chunk is not None else (0,), dtype=getattr(torch, name.dtype))
+                for name, chunk in chunks.items()
+            }
+    sends = {plan[rank]: list(shard.values())} if rank in plan else {}
+    exchange(sends, {source: list(parts.values()) for source, parts in received.items()}, group, HAND_OVER)
+    meet(group)
+    return received
 
 
 def _part(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -16,21 +17,23 @@ import torch
 from nbelastic.errors import StateError, UsageError
 from nbelastic.protocol.worker_messages import Continued
 from nbelastic.sharded.arena import Shard, ShardTensor
-from nbelastic.sharded.bound import Bound
+from nbelastic.sharded.bound import Bound, bind_values, check_small
 from nbelastic.sharded.buddies import hand_over
+from nbelastic.sharded.checkpoint_names import Names
+from nbelastic.sharded.checkpoint_start import Start
+from nbelastic.sharded.checkpoints import Snapshot, own_commits, save
 from nbelastic.sharded.chunks import Layout, OwnChunk, join
 from nbelastic.sharded.copy_waits import CopyWaits
-from nbelastic.sharded.holdings import Holdings, Record
+from nbelastic.sharded.holdings import Holdings, Record, full_record, present_record
 from nbelastic.sharded.initial_values import allocate, set_first_values
 from nbelastic.sharded.mesh_caches import clear_mesh_caches
-from nbelastic.sharded.refill import check_fits, equalize, refill
+from nbelastic.sharded.refill import check_fits, equalize, refill, send_shards
 from nbelastic.sharded.replication import Replication
 from nbelastic.sharded.resharding import moves
-from nbelastic.sharded.transfer import HAND_OVER, broadcast_bytes, exchange, gather_bytes, meet
+from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose, continued
 from nbelastic.state import rng
-from nbelastic.state.checks import frozen_value
-from nbelastic.state.contents import LARGE
+from nbelastic.state.checkpoints import KEEP, Saving
 from nbelastic.state.state import State
 from nbelastic.state.transfer import check_plain, describe, from_bytes, to_bytes
 from nbelastic.system.argument_types import WHOLE, check_kind
@@ -39,6 +42,7 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
 T = TypeVar("T")
+ADVICE = "With copies=2 a state outlives the loss of any two hosts; checkpoints outlive all."
 END_TIMEOUT = 1.0  # seconds that an aborted copy may take to end
 
 
@@ -58,12 +62,7 @@ class ShardedState(State):
             check_kind(name, number, WHOLE)
             if number < least:
                 raise UsageError(f"ShardedState({name}={number}): at least {least}.")
-        for name, value in values.items():
-            if isinstance(value, LARGE):
-                raise StateError(
-                    f"{name} is {_article(type(value).__name__)}: make it inside the elastic function, after fully_shard, "
-                    f"and give it to bind({name}=…)."
-                )
+        check_small(values)
         self._copies, self._every = copies, every
         self._small_names = frozenset(values)
         self._bound: Bound | None = None
@@ -79,6 +78,7 @@ class ShardedState(State):
         self._copy_waits = CopyWaits(every)
         self._is_after_loss = False  # the last generation was aborted
         self._continued: Continued | None = None  # for the event log
+        self._start = Start()
         super().__init__(*unnamed, **values)
 
     # ---- for the program ----
@@ -95,13 +95,24 @@ class ShardedState(State):
             raise UsageError("bind() works inside a function decorated with @nbe.elastic.")
         if self._bound is not None:
             raise UsageError("bind() was called already: give it all models and optimizers at once.")
-        bound = self._take(values)
+        for name in values:
+            if name.startswith("_") or hasattr(type(self), name) or name in self._small_names:
+                raise StateError(f"{name!r} cannot be the name of a bound value: choose another.")
+        bound = bind_values(values)
+        self._contents.values.update(values)
         allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
         layout = self._agree_on_layout(bound, formation, session)
         self._bound, self._layout, rank = bound, layout, formation.rank
         source, held = self._choice, self._holdings
-        if source is None:
+
+        def first_values() -> None:
             set_first_values(bound, allocated, init, session.run_abortable, self._group)
+
+        if self._start.path is not None:
+            record = self._start.restore(bound, layout, rank, first_values)
+            self._set_small(record or {"small": {}})
+        elif source is None:
+            first_values()
             session.run_abortable(lambda: equalize(bound, layout, rank, self._group))
         else:
             record, old = held.records[source.commit], held.layouts[source.commit.generation]
@@ -118,6 +129,7 @@ class ShardedState(State):
             bound.set_buffers(record["buffers"])
             self._set_small(record)
         held.add_generation(layout, rank)
+        self._start.writer.bound(layout, Names(bound), rank)
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in bound.optimizers.values()]
         self._replication = Replication(layout, rank, self._copies, self._group, pinned=bound.device.type == "cuda")
         self._replication.continued = self._continued
@@ -145,13 +157,38 @@ class ShardedState(State):
             self._absorb(self._replication.finish_if_done())
         if not self._copies:
             self._holdings.keep()  # a step of this generation was made, so every rank has filled its shard
+        if session.checkpoints is not None:
+            session.checkpoints.committed(self)
         session.committed(self.commits)
 
-    def save(self, path: str | Path, *, keep: int = 3) -> Any:
-        raise StateError("ShardedState cannot save checkpoints yet.")
+    def save(self, path: str | Path, *, keep: int = KEEP) -> Saving:
+        """Write the state, as it is now, as a checkpoint into the folder `path`, which keeps the newest `keep`.
+
+        All ranks call it, after `bind`, with a folder that all hosts share. Each copies its part, and writes it beside the
+        training; call `.wait()` for the rest. On rank 0 it returns the path of the complete checkpoint, on others None.
+        StateError if the folder cannot be written.
+        """
+        if self._bound is None:
+            raise UsageError("call bind(model=…, optimizer=…) before save().")
+        return save(self._start.writer, path, keep, self._snapshot)
 
     def load(self, path: str | Path) -> Path:
-        raise StateError("ShardedState cannot load checkpoints yet.")
+        """Begin from the checkpoint at `path`, or from the newest of a folder; returns its path.
+
+        It may be of any program that uses `torch.distributed.checkpoint`. Call it on all ranks, before the elastic function
+        or in it before `bind`, which reads it. Where the ranks hold a commit already, it has no effect.
+        StateError if there is none that can be used.
+        """
+        if self._bound is not None:
+            raise UsageError("call load() before bind(), which reads the checkpoint.")
+        found, record = self._start.load(path)
+        if self._formation is None:
+            self._set_small(record or {"small": {}})
+        elif self._choice is None and self._start.path is None and self._session is not None:
+            sent = self._small_message(None) if self._formation.rank == 0 else bytearray()
+            data = self._session.run_abortable(lambda: broadcast_bytes(sent, 0, self._group))
+            self._begin_from(from_bytes(data))
+        return self._start.path or found
 
     def restore(self) -> None:
         raise StateError("ShardedState cannot return to a commit within a generation: raise, and the job ends.")
@@ -159,11 +196,16 @@ class ShardedState(State):
     # ---- for the elastic loop ----
 
     def begin(self, session: Session) -> None:
-        self.end()
+        self._drop()
         self._session, self.commits = session, 0
+        self._start.begin(session)
         check_plain(describe(self._contents.small(), []))
 
     def end(self) -> None:
+        self._drop()
+        self._start.end()
+
+    def _drop(self) -> None:
         self._unbind()
         self._holdings, self._choice, self._formation, self._session = Holdings(), None, None, None
 
@@ -187,7 +229,7 @@ class ShardedState(State):
         bound, live = self._bound, self._live_commit
         if bound is not None and live is not None and live not in self._holdings.records:
             shard = bound.shard()
-            self._holdings.add_own(live, shard, self._full_record(shard))
+            self._holdings.add_own(live, shard, full_record(self._live_record, bound, shard))
         self._unbind()
 
     def _keep_copies(self, replication: Replication, *, wait: bool) -> None:
@@ -211,22 +253,8 @@ class ShardedState(State):
         plan, rank, shard = hand_over(layout.owners(), leaving, formation.world_size), formation.rank, bound.shard()
         if not plan:
             return
-        received = {
-            source: {
-                name: torch.empty(_sizes(layout, name, source), dtype=getattr(torch, name.dtype)) for name in shard
-            }
-            for source, target in plan.items()
-            if target == rank
-        }
-        sends = {plan[rank]: list(shard.values())} if rank in plan else {}
-        receives = {source: list(parts.values()) for source, parts in received.items()}
-
-        def move() -> None:
-            exchange(sends, receives, self._group, HAND_OVER)
-            meet(self._group)
-
         self._finish_copies()
-        self._session.run_abortable(move)
+        received = self._session.run_abortable(lambda: send_shards(plan, layout, rank, shard, self._group))
         for source, parts in received.items():
             self._holdings.add_copy(live, source, parts)
 
@@ -240,16 +268,17 @@ class ShardedState(State):
         tables = session.run_abortable(lambda: gather_bytes(own, group))
         statements = [msgspec.msgpack.decode(one, type=Statement) for one in tables]
         choice = choose(statements)
-        if isinstance(choice, Lost) and choice.commit.number > 0:
-            raise StateError(_lost(choice))
+        lost = choice if isinstance(choice, Lost) and choice.commit.number > 0 else None
         self._choice = choice if isinstance(choice, Choice) else None
         self._continued = continued(self._choice, statements) if self._is_after_loss and self._choice else None
         root = self._choice.members[0] if self._choice is not None else 0
-        sent = self._small_message() if formation.rank == root else bytearray()
+        sent = self._small_message(lost) if formation.rank == root else bytearray()
         message = from_bytes(session.run_abortable(lambda: broadcast_bytes(sent, root, group)))
+        self._start.writer.enter(message["token"])
         if self._choice is None:
-            self._holdings, self.commits = Holdings(), 0
-            self._set_small(message)
+            self._begin_from(message)
+            if lost is not None and self._start.path is None:
+                raise StateError(f"{lost} {ADVICE}")
             return
         commit, holdings = self._choice.commit, self._holdings
         if formation.rank not in self._choice.members:
@@ -257,40 +286,27 @@ class ShardedState(State):
             holdings.layouts[commit.generation] = msgspec.msgpack.decode(table, type=Layout)
             holdings.records[commit] = message
         holdings.keep(commit, *holdings.before(commit))  # copies of this one may be missing until it is copied again
-        self.commits = commit.number
+        self.commits, self._start.path = commit.number, None
         self._set_small(holdings.records[commit])
 
-    def _small_message(self) -> bytearray:
+    def _begin_from(self, message: dict[str, Any]) -> None:
+        """Begin from the checkpoint that rank 0 has found, or from first values."""
+        self._holdings, record = Holdings(), self._start.take(message)
+        self.commits = record["commits"] if record is not None else 0
+        self._set_small({"small": {**message["small"], **(record or {"small": {}})["small"]}})
+
+    def _small_message(self, lost: Lost | None) -> bytearray:
         """For ranks that did not make the chosen commit: its small values, and how its shards were split."""
+        token = uuid.uuid4().hex  # of this generation, in the names of temporary files
         if self._choice is None:
-            return to_bytes({"small": self._contents.small()})
+            found = self._start.message(lost)
+            return to_bytes({"small": self._contents.small(), "token": token, **found})
         commit = self._choice.commit
         table = msgspec.msgpack.encode(self._holdings.layouts[commit.generation])
         record = {key: value for key, value in self._holdings.records[commit].items() if key != "random"}
-        return to_bytes({**record, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)})
+        return to_bytes({**record, "token": token, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)})
 
     # ---- parts ----
-
-    def _take(self, values: dict[str, Any]) -> Bound:
-        """Sort the values given to `bind`. StateError if one of them cannot be recovered."""
-        modules, trained_by = {}, {}
-        for name, value in values.items():
-            if name.startswith("_") or hasattr(type(self), name) or name in self._small_names:
-                raise StateError(f"{name!r} cannot be the name of a bound value: choose another.")
-            if isinstance(value, torch.nn.Module):
-                modules[name] = value
-            elif isinstance(value, torch.optim.Optimizer):
-                trained_by[name] = value
-            elif not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise StateError(
-                    f"bind({name}=…) takes models, optimizers and what has a state_dict(), not {type(value).__name__}: "
-                    "give numbers to ShardedState() itself."
-                )
-        if not modules:
-            raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
-        bound = Bound(modules, trained_by)
-        self._contents.values.update(values)
-        return bound
 
     def _agree_on_layout(self, bound: Bound, formation: Formation, session: Session) -> Layout:
         """Collective: the chunks of all ranks."""
@@ -324,19 +340,23 @@ class ShardedState(State):
         assert bound is not None
         assert layout is not None
         self._live_commit = Commit(layout.generation, self.commits)
-        buffers = {name: {k: b.clone() for k, b in own.items()} for name, own in bound.buffers().items()}
-        small = {name: frozen_value(name, value) for name, value in self._contents.small().items()}
-        self._live_record = {
-            "small": small,
-            "buffers": buffers,
-            "optimizers": bound.settings(),
-            "random": rng.get_states(),
-        }
+        self._live_record = {**present_record(self._contents.small(), bound), "random": rng.get_states()}
 
-    def _full_record(self, shard: Shard) -> Record:
-        """All that belongs to the present commit beside the shards."""
-        assert self._bound is not None
-        return {**self._live_record, "scalars": self._bound.scalars(), "tensors": [tuple(name) for name in shard]}
+    def _snapshot(self) -> Snapshot:
+        """The state as it is now."""
+        bound, layout = self._bound, self._layout
+        assert bound is not None
+        assert layout is not None
+        shard, commit = bound.shard(), Commit(layout.generation, self.commits)
+        return Snapshot(commit, shard, full_record(present_record(self._contents.small(), bound), bound, shard))
+
+    def _kept_commits(self) -> dict[Commit, Snapshot]:
+        """The commits of which this rank has its own shard, made in the generation whose models were bound last."""
+        found, bound, live = own_commits(self._holdings), self._bound, self._live_commit
+        if bound is not None and live is not None:
+            shard = bound.shard()
+            found[live] = Snapshot(live, shard, full_record(self._live_record, bound, shard))
+        return found
 
     def _set_small(self, record: Record) -> None:
         """Set counters, samplers and schedulers, as far as they are there, and this rank's random generators."""
@@ -356,7 +376,7 @@ class ShardedState(State):
         if line is not None and self._formation is not None and self._formation.rank == 0:
             print(f"nbelastic: {line}", file=sys.stderr, flush=True)
         shard = bound.shard()
-        self._holdings.add_own(live, replication.begin(live, shard), self._full_record(shard))
+        self._holdings.add_own(live, replication.begin(live, shard), full_record(self._live_record, bound, shard))
 
     def _finish_copies(self) -> None:
         """Wait until the last commit that is being copied is whole."""
@@ -370,21 +390,3 @@ class ShardedState(State):
             for rank, shard in copies.items():
                 self._holdings.add_copy(commit, rank, shard)
             self._holdings.keep(commit)
-
-
-def _lost(lost: Lost) -> str:
-    names = ", ".join(f"rank {shard} ({host})" for shard, host in zip(lost.shards, lost.hosts, strict=True))
-    return (
-        f"the training state is lost: no worker is left with the shards of {names} of generation {lost.commit.generation}, "
-        f"nor with copies of them, so commit {lost.commit.number} is not whole. "
-        "With copies=2 a state outlives the loss of any two hosts; checkpoints outlive all."
-    )
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-
-
-def _sizes(layout: Layout, name: ShardTensor, rank: int) -> tuple[int, ...]:
-    chunk = layout.parameters[name.parameter].chunks[rank]
-    return chunk.sizes if chunk is not None else (0,)

@@ -61,6 +61,13 @@ class Lost(Struct, frozen=True):
     shards: tuple[int, ...]
     hosts: tuple[str, ...]  # of these shards
 
+    def __str__(self) -> str:
+        names = ", ".join(f"rank {shard} ({host})" for shard, host in zip(self.shards, self.hosts, strict=True))
+        return (
+            f"the training state is lost: no worker is left with the shards of {names} of generation "
+            f"{self.commit.generation}, nor with copies of them, so commit {self.commit.number} is not whole."
+        )
+
 
 def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
     """The newest whole commit; `Lost` if none is whole; None if no rank holds anything. `statements`: by rank."""

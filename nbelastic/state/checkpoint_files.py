@@ -41,7 +41,7 @@ FORMAT = 1
 MANIFEST = "manifest"
 DESCRIPTION = "description"  # the name of the tensor whose bytes hold all other values
 _NAME = re.compile(r"(\d{6,})-commit-(\d+)")
-_WRITING, _REMOVING = ".writing-", ".removing-"
+_WRITING, REMOVING = ".writing-", ".removing-"
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +129,7 @@ def prepare(folder: Path) -> None:
     """Make the folder. StateError if checkpoints cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f"{_REMOVING}{uuid.uuid4().hex}"
+        probe = folder / f"{REMOVING}{uuid.uuid4().hex}"
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
@@ -142,8 +142,8 @@ def tidy(folder: Path, keep: int | None = None) -> None:
     """Remove the temporary folders of killed processes, and all but the newest `keep` checkpoints."""
     for path in listed(folder)[keep:] if keep else ():
         with contextlib.suppress(OSError):  # another process has removed it
-            path.rename(folder / f"{_REMOVING}{uuid.uuid4().hex}")
-    for path in folder.glob(f"{_REMOVING}*"):
+            path.rename(folder / f"{REMOVING}{uuid.uuid4().hex}")
+    for path in folder.glob(f"{REMOVING}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"{_WRITING}*"):
         with contextlib.suppress(OSError), _locked(path):
@@ -174,12 +174,12 @@ def write(folder: Path, snapshot: Snapshot, keep: int) -> Path:
         with _locked(temporary):
             entries = _write_tensors(temporary, snapshot.contents())
             _write_manifest(temporary, snapshot.commits, entries)
-            _flush(temporary)
-            path = _rename(temporary, folder, snapshot.commits)
+            flush(temporary)
+            path = rename(temporary, folder, snapshot.commits)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _flush(folder)
+    flush(folder)
     tidy(folder, keep)
     return path
 
@@ -190,7 +190,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Entry,
     `dcp.save` would use the default group, which another thread may be closing, and would warn that only one rank saves.
     """
     writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-    writer.transforms = _StreamTransform()
+    writer.transforms = StreamTransform()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, storage_meta=writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -212,7 +212,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Entry,
     )
 
 
-class _StreamTransform:
+class StreamTransform:
     """Passes the file itself to torch for each tensor.
 
     Python flushes torch's own wrapper when it is collected. After an error the file is closed by then, and Python 3.13 prints
@@ -237,7 +237,7 @@ def _write_manifest(path: Path, commits: int, entries: tuple[Entry, ...]) -> Non
     """Flush all files to the disk, and write their sizes and checksums; torch leaves its last block in a buffer."""
     files = {}
     for file in sorted(path.iterdir()):
-        _flush(file)
+        flush(file)
         files[file.name] = _measure(file)
     line = msgspec.json.encode(Manifest(FORMAT, commits, str(torch.__version__), files, entries))
     with (path / MANIFEST).open("xb") as manifest:
@@ -252,7 +252,7 @@ def _measure(file: Path) -> File:
         return File(opened.tell(), digest)
 
 
-def _rename(temporary: Path, folder: Path, commits: int) -> Path:
+def rename(temporary: Path, folder: Path, commits: int) -> Path:
     """Use the next number of this folder: the training may have returned to an older commit."""
     number = max((int(path.name.partition("-")[0]) for path in listed(folder)), default=0)
     while True:
@@ -267,7 +267,7 @@ def _rename(temporary: Path, folder: Path, commits: int) -> Path:
             return path
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

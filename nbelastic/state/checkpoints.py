@@ -82,27 +82,24 @@ def _memory_for(tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tenso
 class Saving:
     """A checkpoint that is being written. A failure is also printed to stderr, as no caller may wait for it."""
 
-    def __init__(self, folder: Path, keep: int, commits: int) -> None:
-        self._folder, self._keep, self._commits = folder, keep, commits
+    def __init__(self, folder: Path, commits: int) -> None:
+        self._folder, self._commits = folder, commits
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._error: StateError | None = None
 
-    def begin(self, snapshot: Snapshot, events: list[Any], then: Callable[[Path], object]) -> None:
-        """Write `snapshot` in a thread, and call `then(path)` there. The process does not end before the thread."""
-        self._thread = threading.Thread(target=self._write, args=(snapshot, events, then), name="nbelastic-checkpoint")
+    def begin(self, write: Callable[[], Path | None]) -> None:
+        """Call `write()` in a thread; it returns the path. The process does not end before the thread."""
+        self._thread = threading.Thread(target=self._write, args=(write,), name="nbelastic-checkpoint")
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot, events: list[Any], then: Callable[[Path], object]) -> None:
+    def _write(self, write: Callable[[], Path | None]) -> None:
         try:
-            for event in events:
-                event.synchronize()
-            self._path = checkpoint.write(self._folder, snapshot, self._keep)
-            then(self._path)
+            self._path = write()
         except Exception as error:  # noqa: BLE001  (print any error, and let the training go on)
             text = f"the checkpoint of commit {self._commits} was not written to {self._folder}: {reason(error)}."
             self._error = StateError(text)
-            _print(text)
+            print_line(text)
 
     def done(self) -> bool:
         """Whether it has been written, or has failed."""
@@ -133,12 +130,12 @@ def save(state: State, path: str | Path, *, keep: int = KEEP, writes: bool = Tru
     Waits for a checkpoint that is still being written. With `writes=False` another rank writes.
     StateError if the folder cannot be written, or the state cannot be saved.
     """
-    folder = _folder(path)
+    folder = as_folder(path)
     check_optional("keep", keep, WHOLE)
     if keep is not None and keep < 1:
         raise UsageError(f"keep={keep}: at least 1.")
     if not writes:
-        return Saving(folder, keep, state.commits)
+        return Saving(folder, state.commits)
     checkpoint.prepare(folder)
     return _save(state, folder, keep, CopyMemory())
 
@@ -149,8 +146,16 @@ def _save(
     global _last
     _join_last()
     snapshot, events = copies.copy(state)
-    _last = Saving(folder, keep, state.commits)
-    _last.begin(snapshot, events, then)
+    _last = Saving(folder, state.commits)
+
+    def write() -> Path:
+        for event in events:
+            event.synchronize()
+        path = checkpoint.write(folder, snapshot, keep)
+        then(path)
+        return path
+
+    _last.begin(write)
     return _last
 
 
@@ -159,7 +164,7 @@ def load(state: State, path: str | Path) -> Path:
 
     Prints to stderr why newer ones are not usable. StateError if none is usable, or there is none.
     """
-    found = _load(state, _folder(path))
+    found = _load(state, as_folder(path))
     if found is None:
         raise StateError(f"there is no checkpoint in {path}.")
     return found
@@ -177,7 +182,7 @@ def _load(state: State, path: Path) -> Path | None:
         except StateError as error:
             problems.append(f"checkpoint {candidate.name} is not used: {str(error).rstrip('.')}")
             if candidate != known[-1]:
-                _print(f"{problems[-1]}; the one before it is tried.")
+                print_line(f"{problems[-1]}; the one before it is tried.")
         else:
             return candidate
     if problems:
@@ -215,7 +220,7 @@ class Plan:
     """A job's checkpoints: it begins from the newest; rank 0 writes one every `every` commits, and one at the end."""
 
     def __init__(self, folder: str, every: int, keep: int, is_rank_0: Callable[[], bool]) -> None:
-        self._folder, self._every, self._keep, self._is_rank_0 = _folder(folder), every, keep, is_rank_0
+        self.folder, self.every, self.keep, self._is_rank_0 = as_folder(folder), every, keep, is_rank_0
         self._copies = CopyMemory()
         self._next = 0  # the commit at which the next one is due; 0: not known yet
         self._saved = 0  # the commit of the last one
@@ -225,16 +230,16 @@ class Plan:
 
     def prepare(self) -> None:
         """StateError if checkpoints cannot be written there."""
-        checkpoint.prepare(self._folder)
+        checkpoint.prepare(self.folder)
 
     def resume(self, state: State) -> None:
         """Load the newest checkpoint before the job's first world, on the rank that sends the state to the others."""
         if self.begun:
             return
-        found = _load(state, self._folder)
+        found = _load(state, self.folder)
         if found is not None:
             self._saved = state.commits
-            _print(f"the training continues at commit {state.commits}, from {found}.")
+            print_line(f"the training continues at commit {state.commits}, from {found}.")
 
     def committed(self, state: State) -> None:
         """Called at each commit. A checkpoint that is due while one is being written waits for that."""
@@ -242,7 +247,7 @@ class Plan:
             self._write_if_free(state)
 
     def _write_if_free(self, state: State) -> None:
-        every, commits = self._every, state.commits
+        every, commits = self.every, state.commits
         if self._next == 0 and commits % every:  # a newcomer, or the job's start: wait for the next multiple
             self._next = commits - commits % every + every
             return
@@ -269,7 +274,7 @@ class Plan:
     def _is_missing_after(self, commits: int, timeout: float) -> bool:
         """Whether, after `timeout` seconds, there is no checkpoint of this commit or a later one."""
         end = time.monotonic() + timeout
-        while not any(checkpoint.commits_of(path) >= commits for path in checkpoint.listed(self._folder)[:1]):
+        while not any(checkpoint.commits_of(path) >= commits for path in checkpoint.listed(self.folder)[:1]):
             if time.monotonic() > end:
                 return True
             time.sleep(POLL)
@@ -283,20 +288,20 @@ class Plan:
     def _write(self, state: State) -> None:
         begin, commits = time.monotonic(), state.commits
         try:
-            _save(state, self._folder, self._keep, self._copies, lambda path: self._written(path, commits, begin))
+            _save(state, self.folder, self.keep, self._copies, lambda path: self._written(path, commits, begin))
         except Exception as error:  # noqa: BLE001  (out of memory, for example)
-            _print(f"there is no checkpoint of commit {commits}: {reason(error)}.")
+            print_line(f"there is no checkpoint of commit {commits}: {reason(error)}.")
 
     def _written(self, path: Path, commits: int, begin: float) -> None:
         """Print the path, size and duration of the first one."""
         if not self._wrote:
             size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-            _print(f"the first checkpoint, {path}, has {size:.1f} MB and took {time.monotonic() - begin:.1f} s.")
+            print_line(f"the first checkpoint, {path}, has {size:.1f} MB and took {time.monotonic() - begin:.1f} s.")
         self._wrote, self._saved = True, commits
 
     def _warn(self) -> None:
         if not self._warned:
-            _print(f"writing a checkpoint takes longer than {self._every} commits: there are fewer than requested.")
+            print_line(f"writing a checkpoint takes longer than {self.every} commits: there are fewer than requested.")
         self._warned = True
 
 
@@ -305,10 +310,12 @@ def _join_last() -> None:
         _last.join()
 
 
-def _folder(path: str | Path) -> Path:
+def as_folder(path: str | Path) -> Path:
+    """The absolute path of a folder that the user has given."""
     check_kind("path", path, PATH)
     return Path(path).expanduser().absolute()
 
 
-def _print(text: str) -> None:
+def print_line(text: str) -> None:
+    """Print a line to stderr."""
     print(f"nbelastic: {text}", file=sys.stderr, flush=True)

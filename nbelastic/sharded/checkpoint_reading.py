@@ -1,0 +1,206 @@
+"""Reads checkpoints of `torch.distributed.checkpoint`: those of nbelastic and of others, as data, never as code.
+
+`.metadata` is a pickle. It is read with the few classes that torch's own writers put into it, and no others.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from nbelastic.errors import StateError
+from nbelastic.sharded.chunks import Chunk
+from nbelastic.state.checkpoint_files import listed, reason
+
+METADATA = ".metadata"
+RECORD = "nbelastic"  # the key of what no other value of a checkpoint says: counters, samplers, names
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        kind = getattr(torch, name, None) if module == "torch" else None
+        if name in ALLOWED.get(module, ()) or kind is torch.Size or isinstance(kind, torch.dtype):
+            return super().find_class(module, name)
+        raise StateError(f"its {METADATA} has {module}.{name}, which is not read")
+
+
+class Stored:
+    """A complete checkpoint. StateError if it cannot be read, or if a file of it is missing or too short."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with (path / METADATA).open("rb") as file:
+                metadata = _Unpickler(file).load()
+            if not isinstance(metadata, Metadata) or not metadata.storage_data:
+                raise StateError(f"its {METADATA} does not describe a checkpoint")
+            self._metadata = metadata
+            ends: dict[str, int] = {}
+            for place in metadata.storage_data.values():
+                ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+            for name, end in ends.items():
+                size = (path / name).stat().st_size
+                if size < end:
+                    raise StateError(f"{name} has {size} bytes instead of {end}")
+        except OSError as error:
+            raise StateError(reason(error)) from None
+        except (AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+            raise StateError(f"its {METADATA} is damaged ({reason(error)})") from None
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """What is stored under each key."""
+        return self._metadata.state_dict_metadata  # type: ignore[no-any-return]
+
+    @property
+    def has_record(self) -> bool:
+        """Whether nbelastic has written it."""
+        return RECORD in self.keys
+
+    def shape(self, key: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None if it is another value."""
+        one = self.keys[key]
+        return tuple(one.size) if isinstance(one, TensorStorageMetadata) else None
+
+    def dtype(self, key: str) -> str:
+        """The type of a tensor's numbers."""
+        return str(self.keys[key].properties.dtype).removeprefix("torch.")
+
+    def values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Values that are not split over ranks: read whole, on the CPU. Any but plain data is refused."""
+        found: dict[str, Any] = {}
+        items, targets = [], {}
+        for key in keys:
+            shape = self.shape(key)
+            if shape is not None:
+                found[key] = targets[key] = torch.empty(shape, dtype=self.keys[key].properties.dtype)
+                items += self._items(key, Chunk((0,) * len(shape), shape))
+            else:
+                index, none = MetadataIndex(key), torch.Size((0,))
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+        planner = _Planner(targets)
+        self._read(items, planner)
+        return {**found, **planner.values}
+
+    def record(self) -> dict[str, Any]:
+        """What nbelastic has written beside the tensors. StateError if it is damaged."""
+        record = self.values([RECORD])[RECORD]
+        if not isinstance(record, dict) or not isinstance(record.get("commits"), int):
+            raise StateError(f"{RECORD} in it is not a record")
+        return record
+
+    def fill(self, wanted: Iterable[tuple[str, torch.Tensor, Chunk | None]]) -> None:
+        """Read chunks into local tensors, however the checkpoint is split. StateError if one cannot be read."""
+        items, targets = [], {}
+        for key, target, chunk in wanted:
+            if chunk is not None:
+                targets[key] = target
+                items += self._items(key, chunk)
+        self._read(items, _Planner(targets))
+
+    def _items(self, key: str, chunk: Chunk) -> list[ReadItem]:
+        target = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        items = create_read_items_for_chunk_list(key, self.keys[key], [target])
+        if sum(item.lengths.numel() for item in items) < chunk.numel:
+            raise StateError(f"{key} is not whole in {self.path}")
+        return list(items)
+
+    def _read(self, items: list[ReadItem], planner: _Planner) -> None:
+        reader = FileSystemReader(self.path)
+        reader.set_up_storage_reader(self._metadata, True)
+        try:
+            reader.read_data(LoadPlan(items), planner).wait()
+        except StateError:
+            raise
+        except Exception as error:  # noqa: BLE001  (torch raises many kinds)
+            raise StateError(f"{self.path} cannot be read ({reason(error)})") from None
+
+
+class _Planner:
+    """Where torch's reader puts what it reads."""
+
+    def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
+        self._targets = targets
+        self.values: dict[str, Any] = {}
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        target = self._targets[item.dest_index.fqn].detach()
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing is left to do: the tensor is a view of its target."""
+
+    def load_bytes(self, item: ReadItem, value: IO[bytes]) -> None:
+        key = item.dest_index.fqn
+        try:
+            self.values[key] = torch.load(io.BytesIO(value.read()), weights_only=True, map_location="cpu")
+        except Exception as error:  # noqa: BLE001  (torch raises many kinds)
+            raise StateError(f"{key} cannot be read, or is not plain data ({reason(error)})") from None
+
+
+def newest(folder: Path, report: Any) -> Stored | None:
+    """The newest complete checkpoint of nbelastic in `folder`; None: there is none. StateError if none can be read.
+
+    `report(text)` is called for each that is skipped.
+    """
+    problems = []
+    try:
+        known = [path for path in listed(folder) if (path / METADATA).exists()]
+    except OSError as error:
+        raise StateError(f"there is no checkpoint in {folder} ({reason(error)}).") from None
+    for path in known:
+        try:
+            stored = Stored(path)
+            if not stored.has_record:
+                raise StateError("it is not of a ShardedState")  # noqa: TRY301  (one place reports all problems)
+            stored.record()
+        except StateError as error:
+            problems.append(f"checkpoint {path.name} is not used: {str(error).rstrip('.')}")
+            if path != known[-1]:
+                report(f"{problems[-1]}; the one before it is tried.")
+        else:
+            return stored
+    if problems:
+        raise StateError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}.")
+    return None
+
+
+def find(path: Path, report: Any) -> Stored:
+    """The checkpoint at `path`, or the newest of a folder of them. StateError if there is none."""
+    if (path / METADATA).exists():
+        try:
+            return Stored(path)
+        except StateError as error:
+            raise StateError(f"the checkpoint {path} cannot be used: {str(error).rstrip('.')}.") from None
+    stored = newest(path, report) if path.is_dir() else None
+    if stored is None:
+        raise StateError(f"there is no checkpoint in {path}: it has no {METADATA}, and no folder with one.")
+    return stored

@@ -1,0 +1,92 @@
+"""What the ranks begin from when no commit is whole: a checkpoint, or first values. Rank 0 decides, the others follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nbelastic.errors import StateError
+from nbelastic.sharded.bound import Bound
+from nbelastic.sharded.checkpoint_reading import Stored, find
+from nbelastic.sharded.checkpoint_restoring import Restoring
+from nbelastic.sharded.checkpoints import ShardedPlan, Writer
+from nbelastic.sharded.chunks import Layout
+from nbelastic.sharded.holdings import Record
+from nbelastic.sharded.whole_commits import Lost
+from nbelastic.state.checkpoints import Plan, as_folder, print_line
+from nbelastic.worker.session import Session
+
+
+class Start:
+    """`path` is that of the checkpoint which `bind` will read; None: there is none."""
+
+    def __init__(self) -> None:
+        self.writer = Writer()
+        self.path: Path | None = None
+        self._loaded: Path | None = None  # the checkpoint that the program has given to `load`
+        self._record: Record | None = None
+        self._plan: ShardedPlan | None = None
+
+    def begin(self, session: Session) -> None:
+        """A job begins: its checkpoints are sharded ones."""
+        self.writer = Writer()
+        self.path = self._record = self._plan = None
+        if isinstance(session.checkpoints, Plan):
+            self._plan = session.checkpoints = ShardedPlan(session.checkpoints, self.writer, session)
+
+    def end(self) -> None:
+        """The job has ended."""
+        self._loaded = self.path = self._record = None
+
+    def load(self, path: str | Path) -> tuple[Path, Record | None]:
+        """Remember a checkpoint, or the newest of a folder; returns its path and record. StateError if there is none."""
+        stored = find(as_folder(path), print_line)
+        self._loaded = stored.path
+        return stored.path, stored.record() if stored.has_record else None
+
+    def message(self, lost: Lost | None) -> dict[str, Any]:
+        """On rank 0: which checkpoint all ranks begin from. `lost`: the commit that cannot be restored.
+
+        The job's newest checkpoint comes before one that the program loads. After a loss, the latter does not count.
+        """
+        stored = self._plan.newest() if self._plan is not None else None
+        if stored is not None:
+            commits = stored.record()["commits"]
+            if lost is not None:
+                back = lost.commit.number - commits
+                print_line(
+                    f"{lost} The training goes back to commit {commits}, from {stored.path}: {back} commits are lost."
+                )
+            else:
+                print_line(f"the training continues at commit {commits}, from {stored.path}.")
+        elif self._loaded is not None and lost is None:
+            stored = Stored(self._loaded)
+        if stored is None:
+            return {"checkpoint": "", "record": None}
+        return {"checkpoint": str(stored.path), "record": stored.record() if stored.has_record else None}
+
+    def take(self, message: dict[str, Any]) -> Record | None:
+        """Follow rank 0's message; returns the checkpoint's record, if it has one."""
+        self.path = Path(message["checkpoint"]) if message["checkpoint"] else None
+        self._record = message["record"]
+        return self._record
+
+    def restore(self, bound: Bound, layout: Layout, rank: int, set_first_values: Callable[[], object]) -> Record | None:
+        """Read the checkpoint into the bound models and optimizers. StateError if it does not fit them."""
+        assert self.path is not None
+        try:
+            stored = Stored(self.path)
+        except StateError as error:
+            raise StateError(
+                f"rank {rank} cannot read the checkpoint {self.path} ({str(error).rstrip('.')}): "
+                "all hosts need the same folder."
+            ) from None
+        restoring, record = Restoring(stored, bound, layout, rank), self._record
+        if record is not None:
+            restoring.own(record)
+        else:
+            missing = ["counters and other small values", *restoring.others(set_first_values)]
+            if rank == 0:
+                print_line(f"{self.path} was not written by nbelastic: it has no {', '.join(missing)}.")
+        return record
