@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import nbelastic as nbe
@@ -92,10 +91,11 @@ def train(
     return dict(loop(state))
 
 
-def plain(rank: int, size: int, store: str, path: str, result: str) -> None:
-    """Without nbelastic, in one of `size` processes: load the checkpoint `path`, and write all values to `result`."""
-    import json
+def plain_program(folder: str, path: str, size: int) -> dict[str, Any]:
+    """Torch alone, in one of `size` processes: load the checkpoint `path`, write it again to `folder/plain`.
 
+    Returns all values.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -103,7 +103,9 @@ def plain(rank: int, size: int, store: str, path: str, result: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=store.add("ranks", 1) - 1, world_size=size)
+    torch.manual_seed(11)
     model = make()
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -111,34 +113,8 @@ def plain(rank: int, size: int, store: str, path: str, result: str) -> None:
     state = {"model": own, "optimizer": kept}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    found = values_of(model, optimizer)
-    if rank == 0:
-        Path(result).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def plain_training(rank: int, size: int, store: str, path: str, result: str) -> None:
-    """Without nbelastic, in one of `size` processes: make one step, write the checkpoint `path` and the values."""
-    import json
-
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    torch.manual_seed(11)
-    model = make()
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.07)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
     own, kept = get_state_dict(model, optimizer)
-    dcp.save({"model": own, "optimizer": kept}, checkpoint_id=path)
+    dcp.save({"model": own, "optimizer": kept}, checkpoint_id=f"{folder}/plain")
     found = values_of(model, optimizer)
-    if rank == 0:
-        Path(result).write_text(json.dumps(found))
     dist.destroy_process_group()
+    return found
