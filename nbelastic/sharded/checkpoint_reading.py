@@ -75,7 +75,7 @@ class Stored:
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """What is stored under each key."""
+        """How each key is stored: a tensor with its chunks, or another value."""
         return self._metadata.state_dict_metadata  # type: ignore[no-any-return]
 
     @property

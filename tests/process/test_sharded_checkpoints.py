@@ -1,5 +1,6 @@
 """Checkpoints of a sharded training: written by all ranks, read at any world size, by plain torch too; and after a loss."""
 
+import contextlib
 import os
 import signal
 
@@ -31,6 +32,19 @@ def clusters(tmp_path_factory):
     yield start
     for cluster in started.values():
         cluster.stop()
+
+
+@pytest.fixture
+def lossy(tmp_path):
+    """`lossy(hosts, …)`: train on a cluster of its own, which may lose workers."""
+    with contextlib.ExitStack() as started:
+
+        def start(hosts, **kwargs):
+            cluster = nbe.Cluster(hosts, min=1, cooldown=(0, 0), stop_timeout=5, log_dir=tmp_path / "logs")
+            started.enter_context(cluster)
+            return Training(cluster, tmp_path / "lossy", sharded_program.train, **kwargs)
+
+        yield start
 
 
 @pytest.fixture
@@ -119,18 +133,11 @@ def test_save_and_load(run, tmp_path, inside):
     assert results_of(second) == first
 
 
-def test_the_state_is_lost_and_all_go_back_to_the_newest_checkpoint(make, tmp_path, run):
+def test_the_state_is_lost_and_all_go_back_to_the_newest_checkpoint(lossy, tmp_path, run):
     """Two of three hosts are lost at once; the job goes on from its checkpoint, with the values of an undisturbed run."""
     kept = tmp_path / "kept"
     hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"
-    training = Training(
-        make(hosts, min=1),
-        tmp_path / "lost",
-        sharded_program.train,
-        pause=0.03,
-        checkpoint=kept,
-        checkpoint_every=5,
-    )
+    training = lossy(hosts, pause=0.03, checkpoint=kept, checkpoint_every=5)
     workers = training.wait_for_world(3)
     until(lambda: commits_in(kept), what="a checkpoint")
     for worker in workers[:2]:  # the copy of rank 0 is on the host of rank 1
@@ -151,17 +158,10 @@ def test_the_state_is_lost_and_all_go_back_to_the_newest_checkpoint(make, tmp_pa
     assert_same(end["values"], undisturbed["values"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_rank_dies_while_a_checkpoint_is_written(make, tmp_path):
+def test_a_rank_dies_while_a_checkpoint_is_written(lossy, tmp_path):
     """With a checkpoint at each commit, a kill hits one in the middle: later ones are complete, and no part is left."""
     kept = tmp_path / "kept"
-    training = Training(
-        make("localhost:3", min=2),
-        tmp_path / "killed",
-        sharded_program.train,
-        pause=0.02,
-        checkpoint=kept,
-        checkpoint_every=1,
-    )
+    training = lossy("localhost:3", pause=0.02, checkpoint=kept, checkpoint_every=1)
     workers = training.wait_for_world(3)
     until(lambda: kept.exists() and commits_in(kept), what="a checkpoint")
     os.kill(workers[1].pid, signal.SIGKILL)
