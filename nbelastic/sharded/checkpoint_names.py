@@ -6,7 +6,6 @@ So `dcp.save({"model": …, "optimizer": …})` and a checkpoint of nbelastic ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -23,17 +22,6 @@ class InModel(NamedTuple):
 
     model: str
     name: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.model}.{self.name}"
-
-
-class Sharded(NamedTuple):
-    """The place of a sharded tensor in a checkpoint."""
-
-    tensor: ShardTensor
-    path: tuple[Any, ...]  # the keys of the nested dictionaries that it is in
 
 
 class Names:
@@ -87,9 +75,3 @@ class Names:
             ]
             tree[optimizer] = {**({"state": state} if state else {}), "param_groups": groups}
         return flatten_state_dict(tree)  # type: ignore[no-any-return]
-
-    def sharded(self, tensors: list[ShardTensor]) -> Iterator[tuple[str, Sharded]]:
-        """The keys of all sharded tensors."""
-        for tensor in tensors:
-            for path in self.paths(tensor):
-                yield ".".join(path), Sharded(tensor, path)
