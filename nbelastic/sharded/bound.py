@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +38,10 @@ class Bound:
                     f"{name} trains {unknown} parameters of no bound model: bind their model too, and make the optimizer "
                     "after fully_shard."
                 )
+        if not self.optimizers and any(parameter.requires_grad for parameter in self.parameters.values()):
+            raise StateError(
+                "bind() has got no optimizer, and a commit counts what optimizers do: bind(model=model, optimizer=optimizer)."
+            )
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +61,11 @@ class Bound:
         for name, one in self.parameters.items():
             found[_named(local_tensor(one), name)] = local_tensor(one)
         for optimizer_name, optimizer in self.optimizers.items():
+            for key in optimizers.shared(optimizer):
+                raise StateError(f"{optimizer_name} keeps {key!r} for no parameter: ShardedState cannot recover it.")
             for parameter in optimizers.parameters(optimizer):
+                if parameter not in self._names:
+                    raise StateError(f"{optimizer_name} has got a parameter of no bound model after bind().")
                 name = self._names[parameter]
                 for entry, value in optimizer.state.get(parameter, {}).items():
                     if is_scalar(value):
@@ -69,7 +76,7 @@ class Bound:
         return found
 
     def scalars(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """What is not sharded of the optimizers' state, such as `step`: optimizer -> parameter -> entry -> value."""
+        """Entries of the optimizers that are not sharded, such as `step`: optimizer -> parameter -> entry -> value."""
         return {
             name: {
                 self._names[parameter]: {k: frozen(v) for k, v in optimizer.state[parameter].items() if is_scalar(v)}
@@ -98,9 +105,16 @@ class Bound:
                     f"the groups of {name} have other parameters here than in the commit that is restored."
                 )
             optimizer.state.clear()
-            for parameter_name, entries in scalars[name].items():
-                optimizer.state[self.parameters[parameter_name]] = {k: frozen(v) for k, v in entries.items()}
             optimizers.set_settings(optimizer, settings[name]["groups"])
+            for group in optimizer.param_groups:
+                on_device = group.get("fused") or group.get("capturable")  # torch's own rule for `step`
+                for parameter in group["params"]:
+                    entries = {k: frozen(v) for k, v in scalars[name].get(self._names[parameter], {}).items()}
+                    for key, value in entries.items():
+                        if on_device and isinstance(value, torch.Tensor):
+                            entries[key] = value.to(local_tensor(parameter).device)
+                    if entries:
+                        optimizer.state[parameter] = entries
         for tensor, local in shard.items():
             if tensor.optimizer:
                 parameter = self.parameters[tensor.parameter]
@@ -110,7 +124,7 @@ class Bound:
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
         """The buffers of each model, which are whole on every rank."""
         return {
-            name: {plain_name(key): buffer.detach() for key, buffer in module.named_buffers()}
+            name: {plain_name(key): local_tensor(buffer) for key, buffer in module.named_buffers()}
             for name, module in self.modules.items()
         }
 
@@ -121,6 +135,11 @@ class Bound:
                 odd = min(own.keys() ^ wanted[name].keys())
                 raise StateError(f"{name} has the buffer {odd} only here, or only in the commit that is restored.")
             for key, buffer in own.items():
+                if buffer.shape != wanted[name][key].shape:
+                    raise StateError(
+                        f"the buffer {name}.{key} is {tuple(buffer.shape)} here and {tuple(wanted[name][key].shape)} "
+                        "in the commit that is restored: build the same model in every call."
+                    )
                 buffer.copy_(wanted[name][key])
 
 
@@ -165,6 +184,11 @@ def is_scalar(value: Any) -> bool:
 def _check_entry(what: str, parameter: torch.Tensor, value: torch.Tensor) -> None:
     """StateError if an optimizer's tensor is not split as its parameter is."""
     sharded = isinstance(parameter, DTensor), isinstance(value, DTensor)
+    if value.is_meta:
+        raise StateError(
+            f"{what} on the meta device, since its constructor: call model.to_empty(device=nbe.device()) before it is made, "
+            "and give bind() an init function."
+        )
     same = value.shape == parameter.shape and sharded[0] == sharded[1]
     if same and sharded[0]:
         same = value.placements == parameter.placements
@@ -192,6 +216,11 @@ def check_module(name: str, module: torch.nn.Module) -> None:
             raise StateError(
                 f"{name}.{key} is stored as {type(local).__name__}: ShardedState keeps plain tensors only."
             )
+    for key, buffer in module.named_buffers():
+        if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
+            raise StateError(
+                f"the buffer {name}.{key} is sharded: ShardedState keeps buffers that are whole on each rank."
+            )
 
 
 def check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -201,10 +230,3 @@ def check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
         raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
     if "ZeroRedundancyOptimizer" in kinds or type(optimizer).__module__.split(".")[0] == "deepspeed":
         raise StateError(f"{name} is {type(optimizer).__name__}: use a plain torch.optim optimizer with fully_shard.")
-
-
-def print_once(text: str, printed: set[str]) -> None:
-    """Print a line to stderr, the first time."""
-    if text not in printed:
-        printed.add(text)
-        print(f"nbelastic: {text}", file=sys.stderr, flush=True)

@@ -29,6 +29,11 @@ class Chunk(Struct, frozen=True):
         """Number of elements."""
         return prod(self.sizes)
 
+    @property
+    def part(self) -> tuple[slice, ...]:
+        """The index of the box in the whole tensor."""
+        return box(self.offsets, self.sizes)
+
     def __str__(self) -> str:
         ends = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
         return f"[{', '.join(ends)}]"
@@ -76,6 +81,11 @@ class Layout(Struct, frozen=True):
             for chunk, ranks in owners_of(parameter.chunks).items()
             if ranks.isdisjoint(shards)
         ]
+
+
+def box(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a box in a tensor."""
+    return tuple(slice(at, at + size) for at, size in zip(start, sizes, strict=True))
 
 
 def owners_of(chunks: Sequence[Chunk | None]) -> dict[Chunk, frozenset[int]]:

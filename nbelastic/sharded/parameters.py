@@ -37,7 +37,10 @@ def chunk_of(name: str, tensor: torch.Tensor) -> Chunk | None:
         return None
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1 or chunks[0].sizes != local.shape:
-        raise StateError(f"{name} is split in {len(chunks)} chunks per rank: ShardedState can recover one per rank.")
+        found = " and ".join(str(Chunk(tuple(one.offsets), tuple(one.sizes))) for one in chunks)
+        raise StateError(
+            f"{name} has {tuple(local.shape)} on this rank, as the chunks {found}: ShardedState recovers one chunk per rank."
+        )
     return Chunk(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 

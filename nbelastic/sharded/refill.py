@@ -10,11 +10,11 @@ import torch
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.bound import Bound
-from nbelastic.sharded.chunks import Layout, owners_of
+from nbelastic.sharded.chunks import Layout, box, owners_of
 from nbelastic.sharded.holdings import Record
 from nbelastic.sharded.parameters import local_tensor
 from nbelastic.sharded.resharding import Move
-from nbelastic.sharded.transfer import HAND_OVER, RESHARD, exchange, meet
+from nbelastic.sharded.transfer import HAND_OVER, RESHARD, check_same_tensors, exchange, meet
 
 
 def check_fits(old: Layout, new: Layout, bound: Bound, record: Record) -> None:
@@ -26,9 +26,9 @@ def check_fits(old: Layout, new: Layout, bound: Bound, record: Record) -> None:
     ):
         if here != there:
             odd = min(here ^ there)
+            where = "bound here, and not in" if odd in here else "not bound here, and is in"
             raise StateError(
-                f"the {kind} {odd} is {'not ' * (odd not in here)}bound here and {'not ' * (odd not in there)}"
-                "in the commit that is restored: build the same model in every call."
+                f"the {kind} {odd} is {where} the commit that is restored: build and bind the same in every call."
             )
     for name, parameter in new.parameters.items():
         before = old.parameters[name]
@@ -64,13 +64,13 @@ def refill(
         for move in plan:
             for name in by_parameter[move.name]:
                 if move.receiver == rank:
-                    target = filled[name][_part(move.into, move.sizes)]
+                    target = filled[name][box(move.into, move.sizes)]
                     if move.sender == rank:
-                        target.copy_(held[move.shard][name][_part(move.start, move.sizes)])
+                        target.copy_(held[move.shard][name][box(move.start, move.sizes)])
                     else:
                         receives.setdefault(move.sender, []).append(target)
                 else:
-                    source = held[move.shard][name][_part(move.start, move.sizes)]
+                    source = held[move.shard][name][box(move.start, move.sizes)]
                     sends.setdefault(move.receiver, []).append(source)
         exchange(sends, receives, group, RESHARD)
     return {name: tensor for name, tensor in filled.items() if name.optimizer}
@@ -103,10 +103,7 @@ def send_shards(plan: Mapping[int, int], layout: Layout, rank: int, shard: Shard
                 for name, chunk in chunks.items()
             }
     sends = {plan[rank]: list(shard.values())} if rank in plan else {}
+    check_same_tensors(tuple(shard), group)
     exchange(sends, {source: list(parts.values()) for source, parts in received.items()}, group, HAND_OVER)
     meet(group)
     return received
-
-
-def _part(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(start, sizes, strict=True))

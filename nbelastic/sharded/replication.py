@@ -20,7 +20,7 @@ from nbelastic.sharded.arena import Arena, Arenas, Shard, ShardTensor
 from nbelastic.sharded.buddies import choose_buddies
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.host_memory import HostMemory, Offer, offer
-from nbelastic.sharded.transfer import REPLICATE, exchange, gather_bytes
+from nbelastic.sharded.transfer import REPLICATE, check_same_tensors, exchange, gather_bytes
 from nbelastic.sharded.whole_commits import Commit, Held
 from nbelastic.worker.threads import run_in_thread
 
@@ -126,6 +126,7 @@ class Replication:
         return [chunk.sizes if chunk is not None else (0,) for chunk in chunks]
 
     def _send(self, copying: Whole, own: Arena, copies: dict[int, Arena], arrived: dict[int, Shard]) -> None:
+        check_same_tensors(tuple(own.tensors), self._group)
         exchange(
             {buddy: [own.block] for buddy in self.buddies},
             {ward: [arena.block] for ward, arena in copies.items()},

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_map_only
 
 from nbelastic.errors import StateError, UsageError
 from nbelastic.protocol.worker_messages import Continued
@@ -100,6 +101,7 @@ class ShardedState(State):
                 raise StateError(f"{name!r} cannot be the name of a bound value: choose another.")
         bound = bind_values(values)
         self._contents.values.update(values)
+        check_plain(describe(self._contents.small(), []))
         allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
         layout = self._agree_on_layout(bound, formation, session)
         self._bound, self._layout, rank = bound, layout, formation.rank
@@ -304,6 +306,7 @@ class ShardedState(State):
         commit = self._choice.commit
         table = msgspec.msgpack.encode(self._holdings.layouts[commit.generation])
         record = {key: value for key, value in self._holdings.records[commit].items() if key != "random"}
+        record = tree_map_only(torch.Tensor, torch.Tensor.cpu, record)  # the receivers have other GPUs
         return to_bytes({**record, "token": token, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)})
 
     # ---- parts ----

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from nbelastic.errors import StateError
+from nbelastic.sharded.arena import ShardTensor
 from nbelastic.state.transfer import wait_for_all
 
 PIECE = 16 << 20  # bytes; longer tensors are sent in pieces, so that no other message waits for long
@@ -56,6 +60,30 @@ def meet(group: Any) -> None:
         group.allreduce([torch.ones(1)]).wait()
 
 
+def check_same_tensors(names: Sequence[ShardTensor], group: Any) -> None:
+    """Collective: StateError if the shards of the ranks do not have the same tensors in the same order."""
+    if group is None:
+        return
+    data = msgspec.msgpack.encode(names)
+    digest = crc32(data)
+    bounds = torch.tensor([digest, -digest])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([bounds], options).wait()
+    if bounds.sum() == 0:
+        return
+    by_rank = [msgspec.msgpack.decode(one, type=list[ShardTensor]) for one in gather_bytes(data, group)]
+    for rank, other in enumerate(by_rank):
+        odd = sorted(set(other) ^ set(by_rank[0]))
+        if odd:
+            has, lacks = (rank, 0) if odd[0] in other else (0, rank)
+            raise StateError(
+                f"rank {has} has {odd[0].key} ({odd[0].dtype}) in its shard, and rank {lacks} has not: let every rank compute "
+                "a gradient of each parameter in every step, so that the optimizers keep the same on all ranks."
+            )
+    raise StateError("the parameters or optimizers of the ranks are in different orders: build the same on each rank.")
+
+
 def exchange(
     sends: Mapping[int, Sequence[torch.Tensor]],
     receives: Mapping[int, Sequence[torch.Tensor]],
@@ -88,7 +116,7 @@ def exchange(
         wait_for_all(works)
     for flat, bundle in arrived:
         for piece, tensor in zip(flat.split([tensor.nbytes for tensor in bundle]), bundle, strict=True):
-            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))  # its place in `flat` may be odd
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
