@@ -29,7 +29,8 @@ def gather_bytes(data: bytes, group: Any) -> list[bytes]:
     group.allgather([lengths], [torch.tensor([len(data)])]).wait()
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     found = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     group.allgather([found], [padded]).wait()
     return [one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)]
