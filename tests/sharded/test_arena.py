@@ -24,7 +24,7 @@ def test_a_shard_fits_in_one_block():
 
 
 def test_a_block_is_of_no_commit_while_it_is_written():
-    """Who has mapped the memory sees the commit only when all of it is there."""
+    """A worker that has mapped the memory sees the commit only when all of it is there."""
     shard = shard_of([torch.ones(4)])
     arena = Arena(tuple(shard), [(4,)])
     mapped = Arena(tuple(shard), [(4,)], arena.fd)
