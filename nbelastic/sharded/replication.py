@@ -20,7 +20,7 @@ from nbelastic.sharded.arena import Arena, Arenas, Shard, ShardTensor
 from nbelastic.sharded.buddies import choose_buddies
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.host_memory import HostMemory, Offer, offer
-from nbelastic.sharded.transfer import REPLICATE, check_same_tensors, exchange, gather_bytes
+from nbelastic.sharded.transfer import REPLICATE, check_same_tensors, exchange, gather_bytes, meet
 from nbelastic.sharded.whole_commits import Commit, Held
 from nbelastic.worker.threads import run_in_thread
 
@@ -52,6 +52,7 @@ class Replication:
         if len(set(layout.hosts)) > 1:
             self._send_to_buddies()
         self._host = HostMemory(layout.hosts, rank)
+        self._mapped: Any = None  # the tensors and offers of the last commit
         self._on_host = layout.hosts.count(layout.hosts[rank])  # ranks
         self._arenas: dict[int, Arenas] = {}  # by rank: its shard or copies of it
         self.running: Future[None] | None = None
@@ -147,6 +148,9 @@ class Replication:
             msgspec.msgpack.decode(one, type=Offer) for one in gather_bytes(msgspec.msgpack.encode(own), self._group)
         ]
         self._host.map(offers, names, partial(self._shapes, names))
+        if (names, offers) != self._mapped:
+            meet(self._group)  # before that, no worker may begin a commit, which may close what others are opening
+        self._mapped = names, offers
         hosts = self._layout.hosts
         here = [one for one, host in zip(offers, hosts, strict=True) if host == hosts[self._rank]]
         self.shared = len(here) > 1 and not any(one.unreachable for one in here)

@@ -31,7 +31,7 @@ def test_ranks_without_a_row_hold_nothing():
 
 
 def test_a_parameter_that_only_one_rank_has_is_an_error():
-    """Ranks that build different models are told which parameter differs."""
+    """The error for ranks that build different models names the parameter."""
     ranks = own((1, 2, 1))
     ranks[1]["extra"] = ranks[1]["w"]
     with pytest.raises(StateError, match="rank 1 has bound the parameter extra, and rank 0 has not"):
