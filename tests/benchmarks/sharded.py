@@ -18,18 +18,19 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import nbelastic as nbe
 from tests.benchmarks import recovery, sharded_floor, sharded_peers, sharded_programs
 
 N = 4
-PATIENCE = 60.0
+PATIENCE = 120.0
 PHASES = ("detect and abort", "form and sync", "fully_shard", "bind", "first step")
-ENDS = ("left", "called", "sharded", "bound", "step")  # what the ranks mark when they have done a phase
 Figures = dict[str, list[float]]
 Lines = list[dict[str, Any]]
 
@@ -38,15 +39,23 @@ def steps_of(lines: Lines) -> Lines:
     return [line for line in lines if line["what"] == "step"]
 
 
-def wait_for_steps(folder: str, world: int, since: float, count: int = 3) -> None:
-    """Wait until a world of this size has made some steps after `since`."""
+def wait_for_steps(cluster: nbe.Cluster, folder: str, world: int, since: float, count: int = 3) -> int:
+    """Wait until a world of this size (0: any) has made some steps after `since`; return its generation."""
+    found: dict[int, set[int]] = {}
 
     def made() -> bool:
-        steps = [line for line in steps_of(recovery.steps_in(folder)) if line["t"] > since and line["world"] == world]
-        newest = max((line["generation"] for line in steps), default=0)
-        return len({line["step"] for line in steps if line["generation"] == newest}) >= count
+        found.clear()
+        for line in steps_of(recovery.steps_in(folder)):
+            if line["t"] > since and line["world"] in (world, world or line["world"]):
+                found.setdefault(line["generation"], set()).add(line["step"])
+        return len(found.get(max(found, default=0), ())) >= count
 
-    recovery.wait_until(made, PATIENCE)
+    try:
+        recovery.wait_until(made, PATIENCE)
+    except TimeoutError:
+        print(*(event.text for event in cluster.events[-20:]), sep="\n")
+        raise
+    return max(found)
 
 
 def lost(lines: Lines, after: dict[str, Any]) -> float:
@@ -55,105 +64,109 @@ def lost(lines: Lines, after: dict[str, Any]) -> float:
     return float(max(0, reached - (after["step"] - 1)))
 
 
-def first_of(lines: Lines, world: int, since: float, until: float = float("inf")) -> dict[str, Any]:
-    return next(line for line in steps_of(lines) if since < line["t"] <= until and line["world"] == world)
+def first_of(lines: Lines, generation: int) -> dict[str, Any]:
+    """The first step of a generation after this one."""
+    return next(line for line in steps_of(lines) if line["generation"] > generation)
 
 
-def kill(rounds: int, count: int) -> Figures:
-    """In each round, kill some ranks of a fresh cluster, and measure the floor in processes that live already."""
-    found: Figures = {"next": [], "lost": [], **{phase: [] for phase in PHASES}}
-    bare: Figures = {}
-    found["load average"] = []
-    for _ in range(rounds):
-        for name, values in kills(count).items():
-            found[name] += values
-        found["load average"].append(os.getloadavg()[0])
-        for name, values in floor(count).items():
-            bare.setdefault(name, []).extend(values)
-        found["load average"].append(os.getloadavg()[0])
-    found |= {f"floor, {name}": values for name, values in bare.items()}
-    middle = statistics.median(bare["next"])
-    without = middle - statistics.median(bare["first step"])
-    found["ratio"] = [value / middle for value in found["next"]]
-    found["ratio, no step"] = [
-        (value - step) / without for value, step in zip(found["next"], found["first step"], strict=True)
-    ]
-    return found
-
-
-def kills(count: int) -> Figures:
-    """Kill one rank after another, each in a world of four that has made some steps."""
-    with recovery.training(f"localhost:{N}", sharded_programs.record, min=1, max=N) as (cluster, folder):
-        victims = []
+def kill(count: int) -> Figures:
+    """Kill one rank after another, each in a world of four that has made some steps; before each, measure the floor."""
+    names = ("next", "lost", "ratio", "ratio, no step", "load average")
+    found: Figures = {name: [] for name in (*names, *PHASES)}
+    with (
+        sharded_floor.processes(sharded_floor.Floor) as bare,
+        recovery.training(f"localhost:{N}", sharded_programs.record, min=1, max=N) as (cluster, folder),
+    ):
+        at = 0.0
         for number in range(count):
-            wait_for_steps(folder, N, victims[-1][0] if victims else 0.0)
-            time.sleep(random.random())  # at any moment of a step
-            by_rank = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
-            victim = by_rank[number] if number < N else random.choice(by_rank)
-            victims.append((time.time(), victim.pid))
-            os.kill(victim.pid, signal.SIGKILL)
-            wait_for_steps(folder, N - 1, victims[-1][0], 1)
-        lines = recovery.steps_in(folder)
-    found: Figures = {"next": [], "lost": [], **{phase: [] for phase in PHASES}}
-    for at, _ in victims:
-        after = first_of(lines, N - 1, at)
-        found["next"].append(after["t"] - at)
-        found["lost"].append(lost(lines, after))
-        parts = parts_of([line for line in lines if at < line["t"] <= after["t"]], after)
-        for phase, begin, end in zip(PHASES, [at, *parts], parts, strict=False):
-            found[phase].append(end - begin)
+            wait_for_steps(cluster, folder, N, at)
+            with standing_still(folder):
+                without = floor(bare())
+            at, after, lines = kill_one(cluster, folder, number % N)
+            parts = [at, *parts_of([line for line in lines if line["t"] > at], after)]
+            took = {phase: end - begin for phase, (begin, end) in zip(PHASES, pairwise(parts), strict=True)}
+            whole = after["t"] - at
+            took |= {"next": whole, "lost": lost(lines, after), "ratio": whole / without["next"]}
+            took["ratio, no step"] = (whole - took["first step"]) / (without["next"] - without["first step"])
+            took["load average"] = os.getloadavg()[0]
+            for name, value in (took | {f"floor, {name}": value for name, value in without.items()}).items():
+                found.setdefault(name, []).append(value)
     return found
+
+
+@contextmanager
+def standing_still(folder: str) -> Iterator[None]:
+    """The training waits until the end of the context, and has made some steps again when this returns."""
+    pause = Path(folder) / "pause"
+    pause.touch()
+    time.sleep(1)  # the step that is under way
+    yield
+    pause.unlink()
+    reached = max(line["step"] for line in steps_of(recovery.steps_in(folder)))
+    recovery.wait_until(lambda: any(line["step"] > reached + 1 for line in recovery.steps_in(folder) if "step" in line))
+
+
+def kill_one(cluster: nbe.Cluster, folder: str, rank: int) -> tuple[float, dict[str, Any], Lines]:
+    """Kill a rank at any moment of a step; return when, the first step after it, and the lines up to then."""
+    generation = cluster.status().generation
+    time.sleep(random.random())
+    victim = next(w for w in cluster.workers if w.rank == rank)
+    at = time.time()
+    os.kill(victim.pid, signal.SIGKILL)
+    recovery.wait_until(lambda: is_after(folder, generation), PATIENCE)
+    lines = recovery.steps_in(folder)
+    after = first_of(lines, generation)
+    return at, after, [line for line in lines if line["t"] <= after["t"]]
+
+
+def is_after(folder: str, generation: int) -> bool:
+    return any(line["generation"] > generation for line in steps_of(recovery.steps_in(folder)))
 
 
 def parts_of(lines: Lines, after: dict[str, Any]) -> list[float]:
     """Return when the slowest rank had ended each phase of a recovery; the last ends with the first step, `after`."""
-    ends = []
-    for what in ENDS[:-1]:
-        new = [line["t"] for line in lines if line["what"] == what and line["generation"] == after["generation"]]
-        old = [line["t"] for line in lines if line["what"] == what and line["generation"] != after["generation"]]
-        ends.append(max(old if what == "left" else new))
+    new = after["generation"]
+    left = [line["t"] for line in lines if line["what"] == "left" and line["generation"] < new]
+    ends = [max(left)]
+    for what in ("called", "sharded", "bound"):
+        ends.append(max(line["t"] for line in lines if line["what"] == what and line["generation"] == new))
     return [*ends, after["t"]]
 
 
-def floor(rounds: int) -> Figures:
-    """The phases of the bare recovery, of the slowest rank; `next` is all of them."""
-    found: Figures = {}
-    for marks in sharded_floor.measure(sharded_floor.Floor, rounds):
-        by_name = {name: [dict(rank)[name] for rank in marks] for name, _ in marks[0]}
-        begun = max(by_name["begun"])
-        ends = {name: max(times) for name, times in by_name.items()} | {"first step": min(by_name["first step"])}
-        for before, name in pairwise(("begun", "group", "fully_shard", "moves", "first step")):
-            found.setdefault(name, []).append(ends[name] - ends[before])
-        found.setdefault("next", []).append(ends["first step"] - begun)
-    return found
+def floor(marks: list[dict[str, float]]) -> dict[str, float]:
+    """The seconds of each phase of a bare recovery, up to the slowest rank; `next` is all of them."""
+    ends = {name: max(rank[name] for rank in marks) for name in marks[0]}
+    ends["first step"] = min(rank["first step"] for rank in marks)  # as the first line of a step counts elsewhere
+    names = ("begun", "group", "fully_shard", "moves", "first step")
+    found = {name: ends[name] - ends[before] for before, name in pairwise(names)}
+    return found | {"next": ends["first step"] - ends["begun"]}
 
 
 def planned(count: int) -> Figures:
     """Add a worker and remove it, again and again; count the steps that are lost, and the longest gap between steps."""
     with recovery.training(f"localhost:{N - 1}", sharded_programs.record, min=1) as (cluster, folder):
         spans = []
-        wait_for_steps(folder, N - 1, 0.0)
+        generation = wait_for_steps(cluster, folder, N - 1, 0.0)
         for _ in range(count):
-            begun = time.time()
+            begun, before = time.time(), generation
             cluster.add_host("127.0.0.2:1")
-            wait_for_steps(folder, N, begun)
+            grown = wait_for_steps(cluster, folder, N, begun)
             added = time.time()
             cluster.remove_host("127.0.0.2")
-            wait_for_steps(folder, N - 1, added)
-            spans.append((begun, added, time.time()))
+            generation = wait_for_steps(cluster, folder, N - 1, added)
+            spans += [("add", begun, added, before), ("remove", added, time.time(), grown)]
             recovery.wait_until(lambda: len(cluster.hosts) == 1)
         lines = recovery.steps_in(folder)
     found: Figures = {f"{name}, {what}": [] for name in ("add", "remove") for what in ("lost", "gap")}
     undisturbed = []
-    for begun, added, ended in spans:
-        for name, begin, end, world in (("add", begun, added, N), ("remove", added, ended, N - 1)):
-            after = first_of(lines, world, begin, end)
-            found[f"{name}, lost"].append(lost(lines, after))
-            times = first_times([line for line in lines if begin <= line["t"] <= end])
-            gaps = [b - a for a, b in pairwise(times)]
-            at = times.index(after["t"])
-            found[f"{name}, gap"].append(max(gaps[max(0, at - 1) : at + 1]))
-            undisturbed += gaps[at + 1 :]
+    for name, begin, end, generation in spans:
+        after = first_of(lines, generation)
+        found[f"{name}, lost"].append(lost(lines, after))
+        times = first_times([line for line in lines if begin <= line["t"] <= end])
+        gaps = [b - a for a, b in pairwise(times)]
+        at = times.index(after["t"])
+        found[f"{name}, gap"].append(max(gaps[max(0, at - 1) : at + 1]))
+        undisturbed += gaps[at + 1 :]
     return found | {"undisturbed": undisturbed, "load average": [os.getloadavg()[0]]}
 
 
@@ -192,8 +205,10 @@ def steady(rounds: int, batch: int, steps: int, every: int = 4) -> Figures:
 def reshard(rounds: int) -> Figures:
     """Move the parameters, and parameters with AdamW's tensors, from four ranks to three, bare and by nbelastic."""
     found: Figures = {}
-    for marks in sharded_floor.measure(sharded_floor.Resharding, rounds):
-        ends = {name: max(dict(rank)[name] for rank in marks) for name, _ in marks[0]}
+    with sharded_floor.processes(sharded_floor.Resharding) as one_round:
+        every = [one_round() for _ in range(rounds)]
+    for marks in every:
+        ends = {name: max(rank[name] for rank in marks) for name in marks[0]}
         for what in ("parameters", "with AdamW"):
             took = {way: ends[f"{what}, {way}"] - ends[f"{what}, {way}, begun"] for way in ("ours", "bare")}
             for way, seconds in took.items():
@@ -204,7 +219,7 @@ def reshard(rounds: int) -> Figures:
 
 def cases(part: int) -> recovery.Cases:
     return {
-        "kill": lambda: kill(max(1, 3 // part), max(4, 6 // part)),
+        "kill": lambda: kill(max(4, 20 // part)),
         "planned": lambda: planned(max(2, 6 // part)),
         "steady": lambda: steady(max(3, 8 // part), 8, 12),
         "steady, large": lambda: steady(max(2, 6 // part), 512, 8),

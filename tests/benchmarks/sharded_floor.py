@@ -212,45 +212,49 @@ class Resharding:
             raise AssertionError(f"rank {self._rank} has other rows than those of the old ranks")
 
 
-def _serve(kind: Callable[[int], Any], rank: int, ports: Any, barrier: Any, results: Any, rounds: int) -> None:
+def _serve(kind: Callable[[int], Any], rank: int, pipe: Any, barrier: Any) -> None:
+    """Run a round at each message: rank 0 tells the port of a store, and the others receive it."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // OLD))  # as nbelastic's workers
     task = kind(rank)
-    for number in range(rounds):
-        store: Any = None
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            ports[number] = store.port
-        barrier.wait(PATIENCE)
-        if store is None:
-            store = dist.TCPStore("127.0.0.1", ports[number], is_master=False, wait_for_workers=False)
-        results.put((number, rank, task.round(store, lambda: barrier.wait(PATIENCE))))
-        barrier.wait(PATIENCE)
+    while (port := pipe.recv()) is not None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        pipe.send(store.port)
+        pipe.send(task.round(store, lambda: barrier.wait(PATIENCE)))
 
 
 @contextmanager
-def _processes(kind: Callable[[int], Any], rounds: int) -> Iterator[Any]:
+def processes(kind: Callable[[int], Any]) -> Iterator[Callable[[], list[dict[str, float]]]]:
+    """Start three processes; yield a function that runs a round and returns the marks of each rank."""
     context = multiprocessing.get_context("spawn")
-    results, barrier = context.Queue(), context.Barrier(NEW)
-    ports = context.Array("i", rounds)
-    started = [context.Process(target=_serve, args=(kind, r, ports, barrier, results, rounds)) for r in range(NEW)]
+    barrier = context.Barrier(NEW)
+    pairs = [context.Pipe() for _ in range(NEW)]
+    started = [context.Process(target=_serve, args=(kind, r, pair[1], barrier)) for r, pair in enumerate(pairs)]
     for process in started:
         process.start()
+    pipes = [pair[0] for pair in pairs]
+
+    def receive(pipe: Any) -> Any:
+        if not pipe.poll(PATIENCE):
+            raise TimeoutError(f"the bare processes did nothing for {PATIENCE:.0f} s")
+        return pipe.recv()
+
+    def one_round() -> list[dict[str, float]]:
+        pipes[0].send(0)
+        port = receive(pipes[0])
+        for pipe in pipes[1:]:
+            pipe.send(port)
+            receive(pipe)
+        return [dict(receive(pipe)) for pipe in pipes]
+
     try:
-        yield results
+        one_round()  # the first time, everything is new
+        yield one_round
     finally:
+        for pipe in pipes:
+            pipe.send(None)
         for process in started:
             process.join(10)
             process.kill()
-
-
-def measure(kind: Callable[[int], Any], rounds: int) -> list[list[Marks]]:
-    """Run rounds in three new processes, without the first one, in which everything is new; return each rank's marks."""
-    found: list[list[Marks]] = [[] for _ in range(rounds + 1)]
-    with _processes(kind, rounds + 1) as results:
-        for _ in range((rounds + 1) * NEW):
-            number, _, marks = results.get(timeout=PATIENCE)
-            found[number].append(marks)
-    return found[1:]

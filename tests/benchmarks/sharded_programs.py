@@ -48,11 +48,11 @@ class Marks:
 
 
 def record(folder: str, steps: int, every: int = 1) -> int:
-    """Train until this step; mark each part of a recovery and each step."""
+    """Train until this step; mark each part of a recovery and each step. It stands still while `pause` exists."""
     from nbelastic.worker import session
 
     state = nbe.ShardedState(step=0, every=every)
-    marks = Marks(folder)
+    marks, pause = Marks(folder), Path(folder) / "pause"
 
     @nbe.elastic
     def train(state: Any) -> int:
@@ -64,6 +64,8 @@ def record(folder: str, steps: int, every: int = 1) -> int:
             state.bind(model=model, optimizer=optimizer)
             marks.write("bound", **where)
             while state.step < steps:
+                while pause.exists():
+                    time.sleep(0.02)
                 one_step(model, optimizer)
                 state.step += 1
                 marks.write("step", step=state.step, **where)
