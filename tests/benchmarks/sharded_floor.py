@@ -213,7 +213,7 @@ class Resharding:
 
 
 def _serve(kind: Callable[[int], Any], rank: int, pipe: Any, barrier: Any) -> None:
-    """Run a round at each message: rank 0 tells the port of a store, and the others receive it."""
+    """Run a round at each message, which has the port of a store; rank 0 receives 0, makes the store, and sends its port."""
     import torch
     import torch.distributed as dist
 

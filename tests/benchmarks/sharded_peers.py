@@ -1,14 +1,15 @@
-"""Sharded training under nbelastic and under torchrun: the same model and the same kills, in turn.
+"""Sharded training under nbelastic and its peers: `python -m tests.benchmarks.sharded_peers [--torchft PYTHON] [--json FILE]`.
 
-A round is a fresh start of each system, and then kills at any moment between two checkpoints. `next` is from SIGKILL of a
-random rank to the first step of a world that formed after it, `full` to the first such step of four ranks, and `lost`
-counts the steps that are done again. nbelastic copies every commit; torchrun's script saves a DCP checkpoint every 20 steps.
-
-`python -m tests.benchmarks.sharded_peers FOLDER` trains with nbelastic until SIGTERM.
+All train the same model, with the same kills, in turn. A round is a fresh start of each system, and then kills at any step
+between two checkpoints. `next` is the time from SIGKILL to the first step of a world that formed after it,
+and `full` to the first such step of four ranks. `lost` counts the steps that are done again. nbelastic copies every commit;
+torchrun's script saves a DCP checkpoint every 20 steps; torchft has two replicas of two sharded ranks.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -24,24 +26,25 @@ import psutil
 import nbelastic as nbe
 from tests.benchmarks import sharded_programs
 from tests.benchmarks.peers.running import private_network, started
-from tests.benchmarks.recovery import steps_in
+from tests.benchmarks.recovery import show, steps_in
 
 N = 4
 PATIENCE = 180.0  # seconds; a system without a next step by then has failed
 LOOK = 0.05
-SPELL = 20.0  # seconds; a kill comes at any moment of it
+SPELL = 20  # steps between two checkpoints; a kill comes at any of them
 Steps = list[dict[str, Any]]
 T = TypeVar("T")
 
 
-def commands() -> dict[str, tuple[str, ...]]:
-    """The command of each system, without its last argument, the folder."""
+def commands(torchft: str) -> dict[str, tuple[str, ...]]:
+    """The command of each system, without its last argument, the folder. `torchft`: a Python that has it, or nothing."""
     torchrun = (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
         *("--nproc-per-node", str(N), "--max-restarts", "100", "--monitor-interval", "0.1"),
         *("-m", "tests.benchmarks.sharded_torchrun"),
     )
-    return {"nbelastic": (sys.executable, "-m", "tests.benchmarks.sharded_peers"), "torchrun": torchrun}
+    found = {"nbelastic": (sys.executable, "-m", "tests.benchmarks.sharded_peers", "--train"), "torchrun": torchrun}
+    return found | ({"torchft": (torchft, "-m", "tests.benchmarks.sharded_torchft")} if torchft else {})
 
 
 def wait_for(look: Callable[[], T | None]) -> T:
@@ -69,7 +72,9 @@ def members(folder: str) -> list[int] | None:
 def kill_one(folder: str) -> dict[str, float]:
     """Kill a rank; return the seconds to the next step and to full size, and the steps that are lost."""
     wait_for(lambda: members(folder))
-    time.sleep(random.random() * SPELL)
+    last = max(step["step"] for step in read(folder)) + random.randrange(SPELL)
+    wait_for(lambda: next((True for step in read(folder) if step["step"] >= last), None))
+    time.sleep(random.random())
     victim = random.choice(wait_for(lambda: members(folder)))
     at = time.time()
     os.kill(victim, signal.SIGKILL)
@@ -85,14 +90,15 @@ def kill_one(folder: str) -> dict[str, float]:
     return {"next": first["t"] - at, "full": full["t"] - at, "lost": float(max(0, reached - (first["step"] - 1)))}
 
 
-def compare(rounds: int, kills: int, every_interface: bool = False) -> dict[str, list[float]]:
+def compare(rounds: int, kills: int, torchft: str = "") -> dict[str, list[float]]:
     """Kill ranks of each system, in turn; nothing is measured where a private network cannot be had."""
-    if not private_network() and not every_interface:
+    if not private_network():
         print("peers: skipped: torchrun listens on every interface, and a private network (unshare, ip) cannot be had")
         return {}
     found: dict[str, list[float]] = {}
+    systems = commands(torchft)
     for _ in range(rounds):
-        for name, command in commands().items():
+        for name, command in systems.items():
             with (
                 tempfile.TemporaryDirectory() as folder,
                 started([*command, folder], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
@@ -101,21 +107,39 @@ def compare(rounds: int, kills: int, every_interface: bool = False) -> dict[str,
                     for what, value in kill_one(folder).items():
                         found.setdefault(f"{name}, {what}", []).append(value)
             found.setdefault("load average", []).append(os.getloadavg()[0])
-    for what in ("next", "full"):
-        theirs, ours = (statistics.median(found[f"{name}, {what}"]) for name in ("torchrun", "nbelastic"))
-        found[f"torchrun/ours, {what}"] = [theirs / ours]
+    for name in list(systems)[1:]:
+        for what in ("next", "full"):
+            theirs, ours = (statistics.median(found[f"{one}, {what}"]) for one in (name, "nbelastic"))
+            found[f"{name}/ours, {what}"] = [theirs / ours]
     return found
 
 
-def main() -> None:
+def train(folder: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with nbe.Cluster(f"localhost:{N}", min=1, max=N, cooldown=(0, 0)) as cluster:
-        job = cluster.run(sharded_programs.record, sys.argv[1], 10**9)
+        job = cluster.run(sharded_programs.record, folder, 10**9)
         try:
             job.wait()
         finally:
             job.stop()
             job.wait(timeout=20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write all values to this file")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=4, help="of each system in each round")
+    parser.add_argument("--torchft", default="", metavar="PYTHON", help="a Python that has torchft-nightly")
+    parser.add_argument("--train", metavar="FOLDER", help="train with nbelastic until SIGTERM, and measure nothing")
+    options = parser.parse_args()
+    if options.train:
+        train(options.train)
+        return
+    found = compare(options.rounds, options.kills, options.torchft)
+    show("peers", found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
