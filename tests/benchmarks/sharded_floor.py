@@ -183,7 +183,7 @@ class Resharding:
         model, optimizer = sharded(self._mesh)
         bound = Bound({"model": model}, {"optimizer": optimizer})
         allocate(model, torch.device("cpu"))
-        tables = gather_bytes(msgspec.msgpack.encode(bound.own_chunks()))
+        tables = gather_bytes(msgspec.msgpack.encode(bound.own_chunks()), self._group)
         new = join(2, ["a"] * NEW, [msgspec.msgpack.decode(one, type=dict[str, OwnChunk]) for one in tables])
         old_chunks = [Chunk((rows(OLD, old)[0], 0), (rows(OLD, old)[1] - rows(OLD, old)[0], WIDTH)) for old in HOLDERS]
         whole = (WIDTH, WIDTH)

@@ -1,7 +1,7 @@
 """Sharded training under nbelastic and its peers: `python -m tests.benchmarks.sharded_peers [--torchft PYTHON] [--json FILE]`.
 
 All train the same model, with the same kills, in turn. A round is a fresh start of each system, and then kills at any step
-between two checkpoints. `next` is the time from SIGKILL to the first step of a world that formed after it,
+between two checkpoints. `next` is the time from SIGKILL to the first step of a new world,
 and `full` to the first such step of four ranks. `lost` counts the steps that are done again. nbelastic copies every commit;
 torchrun's script saves a DCP checkpoint every 20 steps; torchft has two replicas of two sharded ranks.
 """
