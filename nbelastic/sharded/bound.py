@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from nbelastic.sharded.parameters import chunk_of, like, local_tensor, plain_nam
 from nbelastic.state import optimizers
 from nbelastic.state.contents import LARGE
 from nbelastic.state.optimizers import frozen
+from nbelastic.state.transfer import check_plain, describe
 
 
 class Bound:
@@ -143,10 +144,12 @@ class Bound:
                 buffer.copy_(wanted[name][key])
 
 
-def bind_values(values: Mapping[str, Any]) -> Bound:
-    """Sort the values given to `ShardedState.bind`. StateError if one of them cannot be recovered."""
+def bind_values(values: Mapping[str, Any], taken: Collection[str]) -> Bound:
+    """Sort the values given to `ShardedState.bind`. StateError if one cannot be recovered, or its name is `taken`."""
     modules, trained_by = {}, {}
     for name, value in values.items():
+        if name.startswith("_") or name in taken:
+            raise StateError(f"{name!r} cannot be the name of a bound value: choose another.")
         if isinstance(value, torch.nn.Module):
             modules[name] = value
         elif isinstance(value, torch.optim.Optimizer):
@@ -156,6 +159,8 @@ def bind_values(values: Mapping[str, Any]) -> Bound:
                 f"bind({name}=…) takes models, optimizers and what has a state_dict(), not {type(value).__name__}: "
                 "give numbers to ShardedState() itself."
             )
+        else:
+            check_plain(describe(value.state_dict(), []))
     if not modules:
         raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
     return Bound(modules, trained_by)

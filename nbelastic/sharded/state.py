@@ -96,12 +96,8 @@ class ShardedState(State):
             raise UsageError("bind() works inside a function decorated with @nbe.elastic.")
         if self._bound is not None:
             raise UsageError("bind() was called already: give it all models and optimizers at once.")
-        for name in values:
-            if name.startswith("_") or hasattr(type(self), name) or name in self._small_names:
-                raise StateError(f"{name!r} cannot be the name of a bound value: choose another.")
-        bound = bind_values(values)
+        bound = bind_values(values, {*dir(type(self)), *self._small_names})
         self._contents.values.update(values)
-        check_plain(describe(self._contents.small(), []))
         allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
         layout = self._agree_on_layout(bound, formation, session)
         self._bound, self._layout, rank = bound, layout, formation.rank

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import nbelastic as nbe
 from nbelastic.errors import StateError, UsageError
 from nbelastic.sharded.arena import ShardTensor
-from nbelastic.sharded.bound import Bound
+from nbelastic.sharded.bound import Bound, bind_values
 from nbelastic.sharded.chunks import Layout, Parameter
 from nbelastic.sharded.parameters import local_tensor
 from nbelastic.sharded.refill import check_fits
@@ -259,7 +259,7 @@ class Unplain:
 def test_values_that_cannot_be_bound(values, message):
     """Each is refused at `bind`, and not when a newcomer needs it."""
     with pytest.raises(StateError, match=message):
-        nbe.ShardedState(step=0)._take(values)
+        bind_values(values, {"step", "commit"})
 
 
 @pytest.mark.parametrize(

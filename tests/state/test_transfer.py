@@ -140,7 +140,7 @@ def test_all_collectives_are_awaited_after_an_error():
     """After the first error all collectives are awaited, as they may still write to tensors; then it is raised."""
     works = [Work(), Work(RuntimeError("first")), None, Work(RuntimeError("second")), Work()]
     with pytest.raises(RuntimeError, match="first"):
-        transfer._wait(works)
+        transfer.wait_for_all(works)
     assert all(work.waited_for for work in works if work is not None)
 
 
