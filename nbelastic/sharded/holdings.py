@@ -36,6 +36,7 @@ class Holdings:
         self.records: dict[Commit, Record] = {}
         self.layouts: dict[int, Layout] = {}  # by generation
         self.ranks: dict[int, int] = {}  # by generation, this worker's rank in it
+        self.recoverable = False  # there has been a commit to return to, so beginning anew would lose work
 
     def add_generation(self, layout: Layout, rank: int) -> None:
         self.layouts[layout.generation], self.ranks[layout.generation] = layout, rank
@@ -50,7 +51,8 @@ class Holdings:
         self.shards[Held(commit, rank)] = shard
 
     def keep(self, *commits: Commit) -> None:
-        """Drop all other commits, and the layouts of all other generations but the newest."""
+        """Drop all other commits, as the job can return to one of these, or to the live tensors; and layouts of older generations."""
+        self.recoverable = True
         self.shards = {held: shard for held, shard in self.shards.items() if held.commit in commits}
         self.records = {commit: record for commit, record in self.records.items() if commit in commits}
         generations = {*(commit.generation for commit in commits), max(self.layouts, default=0)}
@@ -66,4 +68,5 @@ class Holdings:
         """What this rank reports to the other ranks of a new generation."""
         used = {held.commit.generation for held in self.shards}
         origins = {number: Origin(self.layouts[number].hosts, self.layouts[number].owners()) for number in used}
-        return Statement(tuple(sorted(self.shards)), origins, {number: self.ranks[number] for number in used})
+        ranks = {number: self.ranks[number] for number in used}
+        return Statement(tuple(sorted(self.shards)), origins, ranks, self.recoverable)

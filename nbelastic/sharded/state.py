@@ -35,6 +35,7 @@ from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose, continued
 from nbelastic.state import rng
 from nbelastic.state.checkpoints import KEEP, Saving
+from nbelastic.state.checks import frozen_value
 from nbelastic.state.state import State
 from nbelastic.state.transfer import check_plain, describe, from_bytes, to_bytes
 from nbelastic.system.argument_types import WHOLE, check_kind
@@ -76,6 +77,7 @@ class ShardedState(State):
         self._live_commit: Commit | None = None  # the live tensors are of this commit
         self._live_record: Record = {}
         self._hooks: list[Any] = []
+        self._first_small: dict[str, Any] = {}  # the small values before the first step
         self._copy_waits = CopyWaits(every)
         self._is_after_loss = False  # the last generation was aborted
         self._continued: Continued | None = None  # for the event log
@@ -197,7 +199,8 @@ class ShardedState(State):
         self._drop()
         self._session, self.commits = session, 0
         self._start.begin(session)
-        check_plain(describe(self._contents.small(), []))
+        self._first_small = {name: frozen_value(name, value) for name, value in self._contents.small().items()}
+        check_plain(describe(self._first_small, []))
 
     def end(self) -> None:
         self._drop()
@@ -298,7 +301,7 @@ class ShardedState(State):
         token = uuid.uuid4().hex  # of this generation, in the names of temporary files
         if self._choice is None:
             found = self._start.message(lost)
-            return to_bytes({"small": self._contents.small(), "token": token, **found})
+            return to_bytes({"small": self._first_small, "token": token, **found})
         commit = self._choice.commit
         table = msgspec.msgpack.encode(self._holdings.layouts[commit.generation])
         record = {key: value for key, value in self._holdings.records[commit].items() if key != "random"}

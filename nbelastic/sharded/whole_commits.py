@@ -36,11 +36,12 @@ class Origin(Struct, frozen=True):
 
 
 class Statement(Struct, frozen=True):
-    """What one rank holds. `ranks`: by generation, its rank in it."""
+    """What one rank holds. `ranks`: by generation, its rank in it. `recoverable`: the job had a commit to return to."""
 
     held: tuple[Held, ...] = ()
     origins: dict[int, Origin] = {}
     ranks: dict[int, int] = {}
+    recoverable: bool = False
 
 
 class Choice(Struct, frozen=True):
@@ -70,7 +71,7 @@ class Lost(Struct, frozen=True):
 
 
 def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
-    """The newest whole commit; `Lost` if none is whole; None if no rank holds anything. `statements`: by rank."""
+    """The newest whole commit; `Lost` if none is whole any more; None if none has been whole yet. `statements`: by rank."""
     found: dict[Commit, dict[int, list[int]]] = {}
     for rank, statement in enumerate(statements):
         for held in statement.held:
@@ -81,7 +82,7 @@ def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
         if members and all(not ranks.isdisjoint(shards) for ranks in origins[commit.generation].owners):
             holders = {shard: tuple(ranks) for shard, ranks in sorted(shards.items())}
             return Choice(commit, holders, members)
-    if not found:
+    if not any(statement.recoverable for statement in statements):
         return None
     return min((_lost(commit, origins[commit.generation], found[commit]) for commit in found), key=_damage)
 

@@ -32,7 +32,9 @@ def worlds(draw):
 def statements(old, ranks, held):
     origin = {1: Origin(old.hosts, old.owners())}
     return [
-        Statement(tuple(Held(COMMIT, shard) for shard in sorted(own)), origin, {1: ranks[rank]}) if own else Statement()
+        Statement(tuple(Held(COMMIT, shard) for shard in sorted(own)), origin, {1: ranks[rank]}, recoverable=True)
+        if own
+        else Statement()
         for rank, own in enumerate(held)
     ]
 

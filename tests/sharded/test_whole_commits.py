@@ -13,6 +13,7 @@ def states(generation=1, origin=FOUR, **held):
             tuple(Held(Commit(generation, commit), shard) for commit, shard in shards),
             {generation: origin},
             {generation: int(name[1:])},
+            recoverable=True,
         )
         for name, shards in held.items()
     ]
@@ -61,15 +62,15 @@ def test_replicas_at_different_commits_return_to_the_one_that_all_chunks_have():
 def test_a_later_generation_is_newer_than_a_higher_number():
     """A generation that returned to commit 8 has the newer state, although an old shard of commit 9 is still there."""
     one = Origin(("a",), (frozenset({0}),))
-    old = Statement((Held(Commit(1, 9), 0),), {1: one}, {1: 0})
-    new = Statement((Held(Commit(2, 8), 0),), {2: one}, {2: 0})
+    old = Statement((Held(Commit(1, 9), 0),), {1: one}, {1: 0}, recoverable=True)
+    new = Statement((Held(Commit(2, 8), 0),), {2: one}, {2: 0}, recoverable=True)
     assert choose([old, new]).commit == Commit(2, 8)
 
 
 def test_a_commit_counts_only_with_a_rank_that_has_its_small_values():
     """Copies of all shards are not enough: counters and schedulers are with a rank that made the commit."""
     one = Origin(("a", "a"), (frozenset({0, 1}),))
-    copies_only = Statement((Held(Commit(1, 9), 0),), {1: one}, {1: 1})
+    copies_only = Statement((Held(Commit(1, 9), 0),), {1: one}, {1: 1}, recoverable=True)
     assert isinstance(choose([copies_only]), Lost)
 
 
@@ -82,3 +83,9 @@ def test_the_least_damaged_commit_is_reported():
     """Of commit 9 only one copy had arrived, of commit 8 all but one shard is there."""
     lost = choose(states(r0=[(8, 0), (9, 0), (8, 2), (8, 3)]))
     assert lost == Lost(Commit(1, 8), (1,), ("a",))
+
+
+def test_before_the_first_whole_commit_the_job_begins_anew():
+    """A rank was lost before any commit was whole: a few steps are made again, and no work of hours is."""
+    first = Statement((Held(Commit(1, 1), 0),), {1: FOUR}, {1: 0})
+    assert choose([first]) is None
