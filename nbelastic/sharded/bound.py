@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import Shard, ShardTensor
@@ -166,10 +167,31 @@ def bind_values(values: Mapping[str, Any], taken: Collection[str]) -> Bound:
     return Bound(modules, trained_by)
 
 
+def whole_but_trained(bound: Bound) -> str | None:
+    """A line about parameters that are trained and not sharded, so that each rank trains its own. StateError if all are so."""
+    if not any(isinstance(parameter, DTensor) for parameter in bound.parameters.values()):
+        raise StateError(
+            f"{' and '.join(bound.modules)}: no parameter is sharded, so each rank would train a model of its own. "
+            "Call fully_shard(model, mesh=nbe.device_mesh()) before the optimizer is made and before bind()."
+        )
+    trained = {one for optimizer in bound.optimizers.values() for one in optimizers.parameters(optimizer)}
+    whole = [
+        name
+        for name, parameter in bound.parameters.items()
+        if parameter in trained and parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
+    if not whole:
+        return None
+    return (
+        f"{whole[0]}{f' and {len(whole) - 1} more are' if whole[1:] else ' is'} trained and not sharded: torch does not "
+        "average such gradients over the ranks. Call fully_shard(model, mesh=mesh) on the whole model too, or average them."
+    )
+
+
 def check_small(values: Mapping[str, Any]) -> None:
     """StateError if a value given to `ShardedState()` belongs into `bind`."""
     for name, value in values.items():
-        if isinstance(value, LARGE):
+        if isinstance(value, (*LARGE, LRScheduler)):
             kind = type(value).__name__
             raise StateError(
                 f"{name} is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}: make it inside the elastic function, "

@@ -7,6 +7,7 @@ import math
 from nbelastic.sharded.replication import Whole
 
 SHARE = 0.1  # of the time between two copied commits: a longer wait is too long
+NOTABLE = 0.01  # seconds: shorter waits, of very small models, are not worth a line
 IN_A_ROW = 3  # waits; a single one may come from a busy network
 
 
@@ -24,7 +25,7 @@ class CopyWaits:
         if whole is None or whole.is_first:
             return None
         waited, between = ended - begun, ended - whole.made_at
-        self._in_a_row = self._in_a_row + 1 if waited > SHARE * between else 0
+        self._in_a_row = self._in_a_row + 1 if waited > max(SHARE * between, NOTABLE) else 0
         if self._has_warned or self._in_a_row < IN_A_ROW:
             return None
         self._has_warned = True

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from nbelastic.errors import StateError, UsageError
 from nbelastic.protocol.worker_messages import Continued
 from nbelastic.sharded.arena import Shard, ShardTensor
-from nbelastic.sharded.bound import Bound, bind_values, check_small
+from nbelastic.sharded.bound import Bound, bind_values, check_small, whole_but_trained
 from nbelastic.sharded.buddies import hand_over
 from nbelastic.sharded.checkpoint_names import Names
 from nbelastic.sharded.checkpoint_start import Start
@@ -99,6 +99,7 @@ class ShardedState(State):
         if self._bound is not None:
             raise UsageError("bind() was called already: give it all models and optimizers at once.")
         bound = bind_values(values, {*dir(type(self)), *self._small_names})
+        self._print(whole_but_trained(bound))
         self._contents.values.update(values)
         allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
         layout = self._agree_on_layout(bound, formation, session)
@@ -374,11 +375,13 @@ class ShardedState(State):
             return
         begun = time.monotonic()
         self._finish_copies()
-        line = self._copy_waits.note(live.number, replication.whole, begun, time.monotonic())
-        if line is not None and self._formation is not None and self._formation.rank == 0:
-            print(f"nbelastic: {line}", file=sys.stderr, flush=True)
+        self._print(self._copy_waits.note(live.number, replication.whole, begun, time.monotonic()))
         shard = bound.shard()
         self._holdings.add_own(live, replication.begin(live, shard), full_record(self._live_record, bound, shard))
+
+    def _print(self, line: str | None) -> None:
+        if line is not None and self._formation is not None and self._formation.rank == 0:
+            print(f"nbelastic: {line}", file=sys.stderr, flush=True)
 
     def _finish_copies(self) -> None:
         """Wait until the last commit that is being copied is whole."""

@@ -116,8 +116,8 @@ def refused(folder: str, what: str) -> None:
             model = torch.nn.Sequential(
                 torch.nn.Linear(4, 8 if again and what == "other" else 4), torch.nn.Linear(4, 4)
             )
-        if what != "uneven":
-            fully_shard(model, mesh=nbe.device_mesh())
+        if what != "whole":
+            fully_shard(model[1] if what == "uneven" else model, mesh=nbe.device_mesh())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         state.bind(model=model, optimizer=optimizer)
         if what == "twice":

@@ -77,6 +77,7 @@ def test_copies_arrive_at_the_buddies(run):
     ("what", "message"),
     [
         ("twice", "bind() was called already: give it all models and optimizers at once"),
+        ("whole", "model: no parameter is sharded, so each rank would train a model of its own. Call fully_shard("),
         ("uneven", "rank 0 has optimizer.model.0.bias.momentum_buffer (float32) in its shard, and rank 1 has not"),
         ("other", "model.0.weight is float32 (8, 4) here and float32 (4, 4) in the commit that is restored"),
     ],

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import nbelastic as nbe
 from nbelastic.errors import StateError, UsageError
 from nbelastic.sharded.arena import ShardTensor
-from nbelastic.sharded.bound import Bound, bind_values
+from nbelastic.sharded.bound import Bound, bind_values, check_small, whole_but_trained
 from nbelastic.sharded.chunks import Layout, Parameter
 from nbelastic.sharded.parameters import local_tensor
 from nbelastic.sharded.refill import check_fits
@@ -167,6 +167,35 @@ def test_a_model_without_an_optimizer_is_refused_if_it_is_trained():
     with pytest.raises(StateError, match=r"bind\(\) has got no optimizer"):
         Bound({"model": linear()}, {})
     Bound({"model": linear().requires_grad_(False)}, {})
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    """Without fully_shard each rank would train a model of its own."""
+    model = linear()
+    bound = Bound({"model": model}, {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
+    with pytest.raises(StateError, match=r"model: no parameter is sharded, .* Call fully_shard\(model, mesh"):
+        whole_but_trained(bound)
+
+
+def test_a_layer_that_is_trained_and_not_sharded_is_named():
+    """Torch averages the gradients of sharded layers only. Frozen layers need no average."""
+    with fake_world(0, 1) as mesh:
+        model = nn.Sequential(linear(), linear())
+        sharded(model[0], mesh)
+        bound = Bound({"model": model}, {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
+        assert whole_but_trained(bound).startswith("model.1.weight and 1 more are trained and not sharded: ")
+        model[1].requires_grad_(False)
+        assert whole_but_trained(bound) is None
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "scheduler"])
+def test_what_belongs_into_bind_is_refused_before(name):
+    """A scheduler belongs to an optimizer, and that to a sharded model."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    value = {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer)}[name]
+    with pytest.raises(StateError, match=rf"after fully_shard, and give it to bind\({name}=…\)"):
+        check_small({name: value})
 
 
 def entry(value):

@@ -36,6 +36,14 @@ def test_short_and_single_waits_are_no_reason():
     assert not any(lines(1.5, 1.5, 0.0, 1.5, 1.5, 0.0))
 
 
+def test_waits_of_milliseconds_are_no_reason():
+    """Steps of a very small model take a millisecond, and copying as long: no line advises to change that."""
+    watch = CopyWaits(1)
+    assert not any(
+        watch.note(n, whole(n - 1, n * 0.002, 0.001), n * 0.002 + 0.001, n * 0.002 + 0.002) for n in range(9)
+    )
+
+
 def test_copies_that_needed_new_memory_do_not_count():
     """A generation's first copies allocate memory, which takes longer than copying."""
     assert not any(lines(1.5, 1.5, 1.5, 1.5, is_first=True))
