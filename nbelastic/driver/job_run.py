@@ -102,7 +102,8 @@ class JobRun:
         remote = self.outcomes[culprit].traceback if culprit in self.outcomes else ""
         rank = end.members.index(culprit) if culprit in end.members else None
         worker = str(culprit) if culprit else ""
-        text = f"{self.name} failed: {end.reason}{self._checkpoint_hint()}"
+        hint = self._checkpoint_hint()
+        text = f"{self.name} failed: {end.reason.removesuffix('.') if hint else end.reason}{hint}"
         self.future.set_exception(JobError(text, rank=rank, worker=worker, remote_traceback=remote))
 
     def _checkpoint_hint(self) -> str:

@@ -98,6 +98,8 @@ class ShardedState(State):
             raise UsageError("bind() works inside a function decorated with @nbe.elastic.")
         if self._bound is not None:
             raise UsageError("bind() was called already: give it all models and optimizers at once.")
+        if init is not None and not callable(init):
+            raise UsageError(f"bind(init={init!r}): a function that gives the model its first values, init(model).")
         bound = bind_values(values, {*dir(type(self)), *self._small_names})
         self._print(whole_but_trained(bound))
         self._contents.values.update(values)

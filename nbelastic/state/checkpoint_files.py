@@ -298,7 +298,10 @@ def verify(path: Path) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST).exists():
-        raise StateError(f"it has no {MANIFEST}")
+        of_shards = (path / ".metadata").exists()
+        raise StateError(
+            "it is of a ShardedState or of torch.distributed.checkpoint" if of_shards else f"it has no {MANIFEST}"
+        )
     raw = (path / MANIFEST).read_bytes()
     line, _, _ = raw.partition(b"\n")
     if raw != line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n":
