@@ -66,7 +66,7 @@ class Holdings:
 
     def statement(self) -> Statement:
         """What this rank reports to the other ranks of a new generation."""
-        used = {held.commit.generation for held in self.shards}
+        used = {commit.generation for commit in (*(held.commit for held in self.shards), *self.records)}
         origins = {number: Origin(self.layouts[number].hosts, self.layouts[number].owners()) for number in used}
-        ranks = {number: self.ranks[number] for number in used}
-        return Statement(tuple(sorted(self.shards)), origins, ranks, self.recoverable)
+        ranks = {number: self.ranks[number] for number in used if number in self.ranks}
+        return Statement(tuple(sorted(self.shards)), origins, ranks, self.recoverable, tuple(sorted(self.records)))

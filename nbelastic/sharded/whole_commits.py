@@ -36,12 +36,16 @@ class Origin(Struct, frozen=True):
 
 
 class Statement(Struct, frozen=True):
-    """What one rank holds. `ranks`: by generation, its rank in it. `recoverable`: the job had a commit to return to."""
+    """What one rank holds. `ranks`: by generation, its rank in it. `recoverable`: the job had a commit to return to.
+
+    `known`: the commits of which it has the small values. A newcomer that has filled no shard yet knows the one it was given.
+    """
 
     held: tuple[Held, ...] = ()
     origins: dict[int, Origin] = {}
     ranks: dict[int, int] = {}
     recoverable: bool = False
+    known: tuple[Commit, ...] = ()
 
 
 class Choice(Struct, frozen=True):
@@ -72,7 +76,7 @@ class Lost(Struct, frozen=True):
 
 def choose(statements: Sequence[Statement]) -> Choice | Lost | None:
     """The newest whole commit; `Lost` if none is whole any more; None if none has been whole yet. `statements`: by rank."""
-    found: dict[Commit, dict[int, list[int]]] = {}
+    found: dict[Commit, dict[int, list[int]]] = {commit: {} for statement in statements for commit in statement.known}
     for rank, statement in enumerate(statements):
         for held in statement.held:
             found.setdefault(held.commit, {}).setdefault(held.shard, []).append(rank)

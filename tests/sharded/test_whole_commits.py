@@ -89,3 +89,10 @@ def test_before_the_first_whole_commit_the_job_begins_anew():
     """A rank was lost before any commit was whole: a few steps are made again, and no work of hours is."""
     first = Statement((Held(Commit(1, 1), 0),), {1: FOUR}, {1: 0})
     assert choose([first]) is None
+
+
+def test_a_newcomer_that_is_left_alone_names_the_commit_that_is_lost():
+    """The others died before it had filled its shard: it knows the commit that it was to fill it from, and no shard."""
+    known = (Commit(1, 8),)
+    lost = choose([Statement((), {1: FOUR}, {}, recoverable=True, known=known)])
+    assert lost == Lost(Commit(1, 8), (0, 1, 2, 3), ("a", "a", "b", "b"))
