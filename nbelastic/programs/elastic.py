@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from nbelastic.errors import JobStoppedError, UsageError
 from nbelastic.programs.frameworks import Watch
 from nbelastic.protocol.events import WorkerSucceeded
-from nbelastic.state import checkpoints
 from nbelastic.state.checkpoint_files import reason
 from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.state import State
@@ -93,7 +92,7 @@ class _Loop:
         """The job goes on and no other worker has its state: write the newest commit for another worker of this host."""
         try:
             self._state.undo()
-            checkpoints.write_kept(self._state, folder)
+            self._state._kept.write_kept(self._state, folder)
         except BaseException as error:
             text = f"nbelastic: the training state could not be kept: {reason(error)}\n"
             os.write(2, text.encode())  # the output buffer is not sent any more
@@ -102,7 +101,7 @@ class _Loop:
 
     def load_kept_state(self, folder: Path, commit: int) -> None:
         """Load the state that another worker wrote. StateError if it is not this commit, or not complete."""
-        checkpoints.load_kept(self._state, folder, commit)
+        self._state._kept.load_kept(self._state, folder, commit)
 
     def _write_final_checkpoint(self) -> None:
         """Write the job's last checkpoint, if it has any; also of a job that was stopped."""

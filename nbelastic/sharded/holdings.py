@@ -50,6 +50,21 @@ class Holdings:
         """A copy of the shard of another rank."""
         self.shards[Held(commit, rank)] = shard
 
+    def add_copies(self, unfinished: tuple[Commit, Mapping[int, Shard]] | None, on_host: Mapping[Held, Shard]) -> None:
+        """Copies when a generation ends: those of a commit that is `unfinished`, and those in the memory of this host."""
+        if unfinished is not None:
+            for rank, shard in unfinished[1].items():
+                self.add_copy(unfinished[0], rank, shard)
+        for held, shard in on_host.items():
+            self.shards.setdefault(held, shard)
+
+    def copy(self) -> Holdings:
+        """The same shards and records; what is added to the copy is not added here."""
+        found = Holdings()
+        found.shards, found.records = dict(self.shards), dict(self.records)
+        found.layouts, found.ranks, found.recoverable = dict(self.layouts), dict(self.ranks), self.recoverable
+        return found
+
     def keep(self, *commits: Commit) -> None:
         """Drop all other commits, as the job can return to one of these, or to the live tensors; and layouts of older generations."""
         self.recoverable = True

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from nbelastic.errors import StateError, UsageError
 from nbelastic.protocol.worker_messages import Continued
+from nbelastic.sharded import kept_state
 from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.bound import Bound, bind_values, check_small, whole_but_trained
 from nbelastic.sharded.buddies import hand_over
@@ -58,6 +59,8 @@ class ShardedState(State):
     training goes on. When ranks are lost, the others return to the newest commit of which every part is still there.
     With `copies=0` a lost rank means the newest checkpoint, unless other replicas (HSDP) have its part.
     """
+
+    _kept = kept_state
 
     def __init__(self, *unnamed: Any, copies: int = 1, every: int = 1, **values: Any) -> None:
         for name, number, least in (("copies", copies, 0), ("every", every, 1)):
@@ -241,13 +244,7 @@ class ShardedState(State):
             wait_for((replication.running,), END_TIMEOUT)
             with contextlib.suppress(RuntimeError):
                 self._absorb(replication.finish_if_done())
-            unfinished = replication.arrived()
-            if unfinished is not None:
-                for rank, shard in unfinished[1].items():
-                    self._holdings.add_copy(unfinished[0], rank, shard)
-        for held, shard in replication.held_on_host().items():
-            if held not in self._holdings.shards:
-                self._holdings.add_copy(held.commit, held.shard, shard)
+        self._holdings.add_copies(replication.arrived() if wait else None, replication.held_on_host())
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective, at a commit after which the ranks `leaving` end: they send what no staying rank holds."""

@@ -41,6 +41,8 @@ class State:
     They are attributes: `state.epoch += 1`. `commits` counts the commits since the beginning of the job.
     """
 
+    _kept: Any = checkpoints  # has `write_kept` and `load_kept`
+
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         if unnamed:
             raise UsageError(f"a state's values have names: {type(self).__name__}(model=model, step=0).")

@@ -163,6 +163,18 @@ def test_all_but_one_die_at_once(trains):
     assert max(lost_steps(training).values()) <= 1
 
 
+def test_the_only_rank_that_is_left_hangs(trains):
+    """It writes what it holds of all shards to disk, and ends; a worker of its host goes on with that."""
+    training = trains()
+    (training.folder / "hang").write_text("1")
+    until(lambda: not (training.folder / "hang").exists())
+    kill(training, 0, 2, 3)
+    until(lambda: any(event.kind == "state-kept" for event in training.cluster.events))
+    training.wait_for_world(4)
+    finish(training)
+    assert max(lost_steps(training).values()) <= 1
+
+
 def test_both_hosts_with_a_shard_are_lost(tmp_path):
     """The job ends, and the error names the ranks whose shards are lost, their hosts, and what to do."""
     hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"
