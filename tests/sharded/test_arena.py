@@ -43,3 +43,10 @@ def test_two_arenas_take_turns():
     assert one is not two
     assert [arenas.take() for _ in range(4)] == [one, two, one, two]
     assert arenas.nbytes == one.nbytes + two.nbytes
+
+
+def test_an_owner_that_dies_while_it_seals():
+    """One of the two numbers is written: no commit is complete."""
+    arena = Arena([ShardTensor("weight")], [(2,)])
+    arena._header[0] = 3
+    assert arena.commit is None
