@@ -20,6 +20,7 @@ from nbelastic.state.memory import free_on_machine
 ALIGNMENT = 64  # bytes
 HEADER = 64  # bytes before the tensors: the generation and number of the commit
 NO_COMMIT = (-1, -1)
+MEMORY_NAME = "nbelastic-copy"
 
 
 class ShardTensor(NamedTuple):
@@ -119,7 +120,7 @@ def _map(size: int, fd: int) -> tuple[mmap.mmap, int]:
     """The memory, and the descriptor that others open; -1 if it is another process's. Raises OSError."""
     if fd >= 0:
         return mmap.mmap(fd, size), -1
-    fd = os.memfd_create("nbelastic-copy")
+    fd = os.memfd_create(MEMORY_NAME)
     try:
         os.posix_fallocate(
             fd, 0, size

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
-from nbelastic.sharded.arena import Arena, Shard, ShardTensor
+from nbelastic.sharded.arena import MEMORY_NAME, Arena, Shard, ShardTensor
 from nbelastic.sharded.whole_commits import Held
 
 Shapes = list[tuple[int, ...]]
@@ -21,11 +21,10 @@ class Offered(Struct, array_like=True):
 
 
 class Offer(Struct):
-    """What one rank sends to the others after copying. `unreachable`: it could not map what a worker of its host offered."""
+    """What one rank sends to the others after copying."""
 
     pid: int
     arenas: tuple[Offered, ...] = ()
-    unreachable: bool = False
 
 
 class HostMemory:
@@ -34,11 +33,12 @@ class HostMemory:
     def __init__(self, hosts: Sequence[str], rank: int) -> None:
         self._others = [other for other, host in enumerate(hosts) if host == hosts[rank] and other != rank]
         self._known: dict[tuple[int, int, int], Arena] = {}  # by rank, whose shard, descriptor
-        self.unreachable = False
+        self.unreachable = False  # an arena that a worker of this host offered could not be mapped
 
     def map(self, offers: Sequence[Offer], names: Sequence[ShardTensor], shapes: Callable[[int], Shapes]) -> None:
         """Map the arenas that the workers of this host offer, by rank. `shapes(shard)`: of the local tensors of a rank."""
         found: dict[tuple[int, int, int], Arena] = {}
+        self.unreachable = False
         for rank in self._others:
             for offered in offers[rank].arenas:
                 key = (rank, offered.shard, offered.fd)
@@ -50,13 +50,20 @@ class HostMemory:
         self._known = found
 
     def _open(self, pid: int, offered: Offered, names: Sequence[ShardTensor], shapes: Shapes) -> Arena | None:
+        path = f"/proc/{pid}/fd/{offered.fd}"
         try:
-            fd = os.open(f"/proc/{pid}/fd/{offered.fd}", os.O_RDWR | os.O_CLOEXEC)
+            known = MEMORY_NAME in os.readlink(path)  # in another view of /proc the number may be another process's
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if known else -1
         except OSError:  # another view of /proc, or the process has ended
+            fd = -1
+        if fd < 0:
             self.unreachable = True
             return None
         try:
             return Arena(names, shapes, fd)
+        except ValueError:  # it is smaller
+            self.unreachable = True
+            return None
         finally:
             os.close(fd)
 
@@ -66,10 +73,8 @@ class HostMemory:
         return {Held(commit, shard): arena.tensors for commit, shard, arena in pairs if commit is not None}
 
 
-def offer(arenas: Mapping[int, Sequence[Arena]], *, unreachable: bool) -> Offer:
+def offer(arenas: Mapping[int, Sequence[Arena]]) -> Offer:
     """What this process offers. `arenas`: by whose shard they are for."""
     return Offer(
-        os.getpid(),
-        tuple(Offered(shard, arena.fd) for shard, made in sorted(arenas.items()) for arena in made),
-        unreachable,
+        os.getpid(), tuple(Offered(shard, arena.fd) for shard, made in sorted(arenas.items()) for arena in made)
     )

@@ -49,6 +49,8 @@ class Replication:
         self._all_buddies = choose_buddies(layout.hosts, layout.owners(), copies)
         self.buddies: tuple[int, ...] = ()  # ranks to which copies are sent
         self.wards: tuple[int, ...] = ()  # ranks whose copies are kept here
+        self._sends = False  # copies are sent, to other hosts or because a worker cannot map another's memory
+        self._all_mapped = True
         if len(set(layout.hosts)) > 1:
             self._send_to_buddies()
         self._host = HostMemory(layout.hosts, rank)
@@ -60,6 +62,7 @@ class Replication:
         self._arrived: dict[int, Shard] = {}  # complete copies of the commit that is being copied, by rank
 
     def _send_to_buddies(self) -> None:
+        self._sends = True
         self.buddies = self._all_buddies[self._rank]
         self.wards = tuple(other for other, ranks in enumerate(self._all_buddies) if self._rank in ranks)
 
@@ -76,14 +79,11 @@ class Replication:
         made_at, names = time.monotonic(), tuple(shard)
         own = self._take(self._rank, names, [tuple(tensor.shape) for tensor in shard.values()])
         own.fill(shard, commit)
-        copies = {ward: self._take(ward, names, self._shapes(names, ward)) for ward in self.wards}
-        for arena in copies.values():
-            arena.unseal()
         arrived: dict[int, Shard] = {}
         before, self.nbytes = self.nbytes, sum(arenas.nbytes for arenas in self._arenas.values())
         copying = Whole(commit, made_at, 0.0, is_first=before != self.nbytes)
         self._copying, self._arrived = commit, arrived
-        self.running = run_in_thread(lambda: self._send(copying, own, copies, arrived))
+        self.running = run_in_thread(lambda: self._send(copying, own, arrived))
         return own.tensors
 
     def finish(self, wait: Callable[[Callable[[], None]], None]) -> tuple[Commit, dict[int, Shard]] | None:
@@ -126,8 +126,23 @@ class Replication:
         chunks = (self._layout.parameters[name.parameter].chunks[rank] for name in names)
         return [chunk.sizes if chunk is not None else (0,) for chunk in chunks]
 
-    def _send(self, copying: Whole, own: Arena, copies: dict[int, Arena], arrived: dict[int, Shard]) -> None:
-        check_same_tensors(tuple(own.tensors), self._group)
+    def _send(self, copying: Whole, own: Arena, arrived: dict[int, Shard]) -> None:
+        names = tuple(own.tensors)
+        check_same_tensors(names, self._group)
+        self._exchange(copying.commit, own, arrived)
+        if not self._map_host(names):
+            self._send_to_buddies()
+            self._exchange(copying.commit, own, arrived)
+            meet(self._group)
+        self.whole = copying._replace(seconds=time.monotonic() - copying.made_at)
+
+    def _exchange(self, commit: Commit, own: Arena, arrived: dict[int, Shard]) -> None:
+        """Send the own copy to the buddies, and receive those of the wards."""
+        names = tuple(own.tensors)
+        copies = {ward: self._take(ward, names, self._shapes(names, ward)) for ward in self.wards}
+        self.nbytes = sum(arenas.nbytes for arenas in self._arenas.values())
+        for arena in copies.values():
+            arena.unseal()
         exchange(
             {buddy: [own.block] for buddy in self.buddies},
             {ward: [arena.block] for ward, arena in copies.items()},
@@ -135,24 +150,18 @@ class Replication:
             REPLICATE,
         )
         for arena in copies.values():
-            arena.seal(copying.commit)
+            arena.seal(commit)
         arrived.update({ward: arena.tensors for ward, arena in copies.items()})
-        self._map_host(tuple(own.tensors))  # every rank has its copies
-        self.whole = copying._replace(seconds=time.monotonic() - copying.made_at)
 
-    def _map_host(self, names: tuple[ShardTensor, ...]) -> None:
-        """Collective: map what the workers of this host offer. If one of them cannot, copies are sent from now on."""
-        arenas = {shard: arenas.made for shard, arenas in self._arenas.items()}
-        own = offer(arenas, unreachable=self._host.unreachable)
-        offers = [
-            msgspec.msgpack.decode(one, type=Offer) for one in gather_bytes(msgspec.msgpack.encode(own), self._group)
-        ]
+    def _map_host(self, names: tuple[ShardTensor, ...]) -> bool:
+        """Collective: map what the workers of this host offer. False if one of them cannot, and no copies were sent."""
+        data = msgspec.msgpack.encode(offer({shard: arenas.made for shard, arenas in self._arenas.items()}))
+        offers = [msgspec.msgpack.decode(one, type=Offer) for one in gather_bytes(data, self._group)]
         self._host.map(offers, names, partial(self._shapes, names))
         if (names, offers) != self._mapped:
-            meet(self._group)  # before that, no worker may begin a commit, which may close what others are opening
+            # before this, no worker may begin a commit, which may close what others are opening
+            answers = gather_bytes(b"no" if self._host.unreachable else b"yes", self._group)
+            self._all_mapped = b"no" not in answers
         self._mapped = names, offers
-        hosts = self._layout.hosts
-        here = [one for one, host in zip(offers, hosts, strict=True) if host == hosts[self._rank]]
-        self.shared = len(here) > 1 and not any(one.unreachable for one in here)
-        if any(one.unreachable for one in offers):
-            self._send_to_buddies()
+        self.shared = self._on_host > 1 and self._all_mapped
+        return self._all_mapped or self._sends

@@ -104,6 +104,33 @@ def copy_to_buddies(folder: str) -> list[Any]:
     return found
 
 
+def copy_without_shared_memory(folder: str) -> list[Any]:
+    """One commit on one host, where rank 2 cannot map the others' memory. Returns the copies that this rank got."""
+    import torch
+
+    from nbelastic.sharded.arena import ShardTensor
+    from nbelastic.sharded.chunks import Chunk, Layout, Parameter
+    from nbelastic.sharded.replication import Replication
+    from nbelastic.sharded.whole_commits import Commit
+    from nbelastic.worker.session import current
+
+    @nbe.elastic
+    def loop(state: Any) -> list[Any]:
+        rank, size = nbe.rank(), nbe.size()
+        chunks = tuple(Chunk((r,), (1,)) for r in range(size))
+        layout = Layout(1, ("one",) * size, {"w": Parameter((size,), "float32", chunks)})
+        one = Replication(layout, rank, 1, current().side_group("test"), pinned=False)
+        if rank == 2:
+            one._host._open = lambda *_: setattr(one._host, "unreachable", True)
+        one.begin(Commit(1, 1), {ShardTensor("w"): torch.tensor([float(rank)])})
+        done = one.finish(lambda task: task())
+        assert done is not None
+        return [[ward, copy[ShardTensor("w")].item()] for ward, copy in done[1].items()]
+
+    found: list[Any] = loop(nbe.ObjectState(step=0))
+    return found
+
+
 def refused(folder: str, what: str) -> None:
     """A program that makes the mistake `what`."""
     import torch

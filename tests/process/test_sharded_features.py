@@ -57,6 +57,12 @@ def test_ranks_send_each_other_tensors_of_all_kinds(run):
     assert run(sharded_exchanges.exchange_all).result(timeout=30) == [True] * SIZE
 
 
+def test_copies_are_sent_where_memory_cannot_be_mapped(run):
+    """A commit is whole only with copies: if one worker cannot map the others' memory, each sends its copy to another."""
+    found = run(sharded_exchanges.copy_without_shared_memory).result(timeout=30)
+    assert sorted(copy for copies in found for copy in copies) == [[rank, float(rank)] for rank in range(SIZE)]
+
+
 def test_copies_arrive_at_the_buddies(run):
     """Each commit's copies are whole and of that commit. The error for ranks with different tensors names them."""
     found = run(sharded_exchanges.copy_to_buddies).result(timeout=30)

@@ -24,7 +24,7 @@ def shard(value):
 def _fill_and_wait(connection):
     arena = Arena(NAMES, SHAPES)
     arena.fill(shard(1.5), COMMIT)
-    connection.send(offer({4: [arena]}, unreachable=False))
+    connection.send(offer({4: [arena]}))
     connection.recv()  # until it is killed
 
 
