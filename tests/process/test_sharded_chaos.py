@@ -13,14 +13,14 @@ from tests.process import sharded_training
 from tests.process.training import Training, by_rank
 from tests.support.waiting import until
 
-FAULTS = 100
+FAULTS = 50  # in each of two tests
 HOSTS = ("localhost", "127.0.0.2")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_hundred_faults_change_no_weight(tmp_path, every):
+def test_random_faults_change_no_weight(tmp_path, every):
     """Kills, hosts that leave and hosts that come, from 2 to 5 ranks: the weights are those of an undisturbed training.
 
     Each step's global batch is fixed, so each sample was used once per epoch.
