@@ -298,10 +298,7 @@ def verify(path: Path) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST).exists():
-        of_shards = (path / ".metadata").exists()
-        raise StateError(
-            "it is of a ShardedState or of torch.distributed.checkpoint" if of_shards else f"it has no {MANIFEST}"
-        )
+        raise StateError(f"it has no {MANIFEST}")
     raw = (path / MANIFEST).read_bytes()
     line, _, _ = raw.partition(b"\n")
     if raw != line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n":

@@ -14,7 +14,6 @@ from tests.process.training import Training, by_rank
 from tests.support.waiting import until
 
 FAULTS = 50  # in each of two tests
-HOSTS = ("localhost", "127.0.0.2")
 
 
 @pytest.mark.soak
