@@ -131,7 +131,8 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{REMOVING}{uuid.uuid4().hex}"
         probe.mkdir()
-        probe.rmdir()
+        with contextlib.suppress(FileNotFoundError):  # a rank that writes here has removed it: see `tidy`
+            probe.rmdir()
     except OSError as error:
         raise StateError(
             f"checkpoints cannot be written to {folder} ({reason(error)}): give checkpoint another folder."

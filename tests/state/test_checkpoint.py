@@ -3,6 +3,7 @@
 import itertools
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -378,3 +379,16 @@ def test_an_unusable_kept_state_raises(tmp_path):
     next((tmp_path / "kept").glob("*/manifest")).write_bytes(b"{")
     with pytest.raises(nbe.StateError, match="damaged"):
         saving.load_kept(network(), tmp_path / "kept", 3)
+
+
+def test_a_newcomer_comes_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """Rank 0 removes temporary folders, also the one with which a newcomer checks that it can write there."""
+    remove = Path.rmdir
+
+    def removed_already(path):
+        checkpoint.tidy(tmp_path)
+        remove(path)
+
+    monkeypatch.setattr(Path, "rmdir", removed_already)
+    checkpoint.prepare(tmp_path)
+    assert list(tmp_path.iterdir()) == []
