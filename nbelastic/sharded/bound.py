@@ -98,8 +98,16 @@ class Bound:
             for name, optimizer in self.optimizers.items()
         }
 
+    def check_names(self, record: Mapping[str, Any], source: str) -> None:
+        """StateError if a record is of other models or optimizers. `source`: where it is from, and what to do."""
+        check_same("optimizer", self.optimizers, record["optimizers"], source)
+        check_same("model", self.modules, record["buffers"], source)
+
     def set_optimizers(self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard) -> None:
-        """Set the optimizers' state: `settings` and `scalars` as these methods return them, and the tensors of `shard`."""
+        """Set the optimizers' state: `settings` and `scalars` as these methods return them, and the tensors of `shard`.
+
+        Each number goes where `Optimizer.load_state_dict` puts it: `step` is on the GPU for fused and capturable kernels only.
+        """
         for name, optimizer in self.optimizers.items():
             wanted, own = settings[name]["names"], self.settings()[name]["names"]
             if wanted != own:
@@ -109,11 +117,11 @@ class Bound:
             optimizer.state.clear()
             optimizers.set_settings(optimizer, settings[name]["groups"])
             for group in optimizer.param_groups:
-                on_device = group.get("fused") or group.get("capturable")  # torch's own rule for `step`
+                on_device = group.get("fused") or group.get("capturable")
                 for parameter in group["params"]:
                     entries = {k: frozen(v) for k, v in scalars[name].get(self._names[parameter], {}).items()}
                     for key, value in entries.items():
-                        if on_device and isinstance(value, torch.Tensor):
+                        if isinstance(value, torch.Tensor) and (key != "step" or on_device):
                             entries[key] = value.to(local_tensor(parameter).device)
                     if entries:
                         optimizer.state[parameter] = entries
@@ -143,6 +151,14 @@ class Bound:
                         "in the commit that is restored: build the same model in every call."
                     )
                 buffer.copy_(wanted[name][key])
+
+
+def check_same(kind: str, here: Mapping[str, Any], there: Mapping[str, Any], source: str) -> None:
+    """StateError if not the same names are here and there."""
+    if here.keys() != there.keys():
+        odd = min(here.keys() ^ there.keys())
+        where = "bound here, and not in" if odd in here else "not bound here, and is in"
+        raise StateError(f"the {kind} {odd} is {where} {source}")
 
 
 def bind_values(values: Mapping[str, Any], taken: Collection[str]) -> Bound:

@@ -10,7 +10,6 @@ not there. The folder's name is that of other checkpoints: see `state.checkpoint
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -246,11 +245,9 @@ def remove_old(folder: Path, keep: int, unfinished: Sequence[str] = ()) -> None:
 
     That is those whose names begin as one of `unfinished`, and those that no process has used for a day.
     """
-    tidy(folder, keep)
     now = time.time()
     for path in folder.glob(f"{PARTS}*"):
         with contextlib.suppress(OSError):
             if path.name.startswith(tuple(unfinished)) or now - path.stat().st_mtime > STALE:
                 path.rename(folder / f"{REMOVING}{uuid.uuid4().hex}")
-    for path in folder.glob(f"{REMOVING}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    tidy(folder, keep)

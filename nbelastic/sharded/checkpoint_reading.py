@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from nbelastic.errors import StateError
 from nbelastic.sharded.chunks import Chunk
 from nbelastic.state.checkpoint_files import listed, reason
+from nbelastic.state.checkpoints import first_usable
 
 METADATA = ".metadata"
 RECORD = "nbelastic"  # the key of what no other value of a checkpoint says: counters, samplers, names
@@ -166,41 +167,31 @@ class _Planner:
             raise StateError(f"{key} cannot be read, or is not plain data ({reason(error)})") from None
 
 
-def newest(folder: Path, report: Any) -> Stored | None:
-    """The newest complete checkpoint of nbelastic in `folder`; None: there is none. StateError if none can be read.
-
-    `report(text)` is called for each that is skipped.
-    """
-    problems = []
+def newest(folder: Path) -> Stored | None:
+    """The newest complete checkpoint of nbelastic in `folder`; None: there is none. StateError if none can be read."""
     try:
         known = [path for path in listed(folder) if (path / METADATA).exists()]
     except OSError as error:
         raise StateError(f"there is no checkpoint in {folder} ({reason(error)}).") from None
-    for path in known:
-        try:
-            stored = Stored(path)
-            if not stored.has_record:
-                raise StateError("it is not of a ShardedState")  # noqa: TRY301  (one place reports all problems)
-            stored.record()
-        except StateError as error:
-            problems.append(f"checkpoint {path.name} is not used: {str(error).rstrip('.')}")
-            if path != known[-1]:
-                report(f"{problems[-1]}; the one before it is tried.")
-        else:
-            return stored
-    if problems:
-        raise StateError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}.")
-    return None
+    return first_usable(folder, known, _with_record)
 
 
-def find(path: Path, report: Any) -> Stored:
+def _with_record(path: Path) -> Stored:
+    stored = Stored(path)
+    if not stored.has_record:
+        raise StateError("it is not of a ShardedState")
+    stored.record()
+    return stored
+
+
+def find(path: Path) -> Stored:
     """The checkpoint at `path`, or the newest of a folder of them. StateError if there is none."""
     if (path / METADATA).exists():
         try:
             return Stored(path)
         except StateError as error:
             raise StateError(f"the checkpoint {path} cannot be used: {str(error).rstrip('.')}.") from None
-    stored = newest(path, report) if path.is_dir() else None
+    stored = newest(path) if path.is_dir() else None
     if stored is None:
         raise StateError(f"there is no checkpoint in {path}: it has no {METADATA}, and no folder with one.")
     return stored

@@ -29,16 +29,7 @@ class Restoring:
     def own(self, record: Record) -> None:
         """Read a checkpoint of nbelastic, with its `record`. StateError if the models or optimizers are others."""
         bound = self._bound
-        for kind, here, there in (
-            ("optimizer", bound.optimizers.keys(), record["optimizers"].keys()),
-            ("model", bound.modules.keys(), record["buffers"].keys()),
-        ):
-            if here != there:
-                odd = min(here ^ there)
-                raise StateError(
-                    f"the {kind} {odd} is {'not ' * (odd not in here)}bound here and {'not ' * (odd not in there)}"
-                    f"in {self._stored.path}: bind what was saved, under the same names."
-                )
+        bound.check_names(record, f"{self._stored.path}: bind what was saved, under the same names.")
         tensors = [ShardTensor(*one) for one in record["tensors"]]
         unknown = {one.parameter for one in tensors} - bound.parameters.keys()
         if unknown:
@@ -46,7 +37,7 @@ class Restoring:
         reads = self._parameters({name: f"{name}." for name in bound.modules})
         kept, more = self._new_tensors((self._names.keys(one)[0], one) for one in tensors if one.optimizer)
         self._stored.fill(reads + more)
-        self._set_optimizers(record["optimizers"], record["scalars"], kept)
+        bound.set_optimizers(record["optimizers"], record["scalars"], kept)
         bound.set_buffers(record["buffers"])
 
     def others(self, set_first_values: Callable[[], object]) -> list[str]:
@@ -81,23 +72,11 @@ class Restoring:
             if prefix is None or not self._set_options(name, prefix, settings[name]["groups"]):
                 missing.append(f"options of {name}")
         self._stored.fill(reads)
-        self._set_optimizers(settings, scalars, kept)
+        bound.set_optimizers(settings, scalars, kept)
         for name, own in buffers.items():
             for key, value in own.items():
                 bound.buffers()[name][key].copy_(value)
         return missing
-
-    def _set_optimizers(self, settings: Mapping[str, Any], scalars: Mapping[str, Any], kept: Shard) -> None:
-        """Put each number where `Optimizer.load_state_dict` would: `step` is on the GPU for fused and capturable kernels."""
-        for name, own in settings.items():
-            for group, members in zip(own["groups"], own["names"], strict=True):
-                on_device = group.get("fused") or group.get("capturable")
-                for member in members:
-                    device = local_tensor(self._bound.parameters[member]).device
-                    for entry, value in scalars[name].get(member, {}).items():
-                        if isinstance(value, torch.Tensor) and (entry != "step" or on_device):
-                            scalars[name][member][entry] = value.to(device)
-        self._bound.set_optimizers(settings, scalars, kept)
 
     # ---- parameters and buffers ----
 

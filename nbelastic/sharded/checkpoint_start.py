@@ -41,7 +41,7 @@ class Start:
 
     def load(self, path: str | Path) -> tuple[Path, Record | None]:
         """Remember a checkpoint, or the newest of a folder; returns its path and record. StateError if there is none."""
-        stored = find(as_folder(path), print_line)
+        stored = find(as_folder(path))
         self._loaded = stored.path
         return stored.path, stored.record() if stored.has_record else None
 

@@ -217,33 +217,26 @@ class ShardedPlan:
     """A job's checkpoints, as `state.checkpoints.Plan`: all ranks write one every `every` commits, and one at the end."""
 
     def __init__(self, plan: Plan, writer: Writer, session: Session) -> None:
-        self.begun, self._session = plan.begun, session
-        self._folder, self._every, self._keep, self._writer = plan.folder, plan.every, plan.keep, writer
-        self._saved = 0  # the commit of the last complete one, on rank 0
-        self._wrote = self._warned = False
+        self.begun, self._plan, self._session, self._writer = plan.begun, plan, session, writer
 
     def resume(self, state: State) -> None:
         """Nothing to do: `ShardedState.sync` begins from the newest checkpoint."""
 
     def newest(self) -> Stored | None:
         """The newest complete checkpoint. StateError if there are some, and none can be used."""
-        stored = newest(self._folder, print_line)
+        stored = newest(self._plan.folder)
         if stored is not None:
-            self._saved = stored.record()["commits"]
+            self._plan.saved = stored.record()["commits"]
         return stored
 
     def committed(self, state: State) -> None:
         """Called at each commit. The ranks agree on whether all of them are free: if not, this checkpoint is left out."""
-        if state.commits % self._every:
+        if state.commits % self._plan.every:
             return
-        if self._session.on_any_rank(self._writer.busy):
-            if not self._warned and self._writer.rank == 0:
-                print_line(
-                    f"writing a checkpoint takes longer than {self._every} commits: there are fewer than requested."
-                )
-            self._warned = True
-            return
-        self._write(state._snapshot)
+        if not self._session.on_any_rank(self._writer.busy):
+            self._write(state._snapshot)
+        elif self._writer.rank == 0:
+            self._plan.warn()
 
     def ended(self, state: State, alone: int = 0) -> None:  # noqa: ARG002  (without a driver all ranks write too)
         """The elastic function has returned or was stopped: write the newest commit that all ranks have."""
@@ -268,15 +261,15 @@ class ShardedPlan:
         self._writer.free()
         if self._writer.rank == 0:
             with contextlib.suppress(OSError):
-                files.remove_old(self._folder, self._keep, self._writer.tokens)
+                files.remove_old(self._plan.folder, self._plan.keep, self._writer.tokens)
 
     def _agree(self, commits: list[Commit]) -> Commit | None:
         """The newest commit that all ranks have, if it is newer than the last checkpoint. StateError if some do not come."""
         writer = self._writer
-        place = writer.temporary(self._folder, "end")
+        place = writer.temporary(self._plan.folder, "end")
         place.mkdir(parents=True, exist_ok=True)
         own = place / f"rank-{writer.rank}"
-        own.with_suffix(".unfinished").write_bytes(msgspec.json.encode((self._saved, commits)))
+        own.with_suffix(".unfinished").write_bytes(msgspec.json.encode((self._plan.saved, commits)))
         own.with_suffix(".unfinished").rename(own)
         stopped, end = self._is_over(), time.monotonic() + AGREE
         while missing := [rank for rank in range(writer.size) if f"rank-{rank}" not in os.listdir(place)]:
@@ -296,16 +289,11 @@ class ShardedPlan:
     def _write(self, take: Callable[[], Snapshot]) -> None:
         begin = time.monotonic()
         try:
-            self._writer.save(self._folder, self._keep, take, partial(self._written, begin))
+            self._writer.save(
+                self._plan.folder, self._plan.keep, take, lambda path, commits: self._plan.written(path, commits, begin)
+            )
         except Exception as error:  # noqa: BLE001  (out of memory, for example)
             print_line(f"there is no checkpoint of this commit: {reason(error)}.")
-
-    def _written(self, begin: float, path: Path, commits: int) -> None:
-        """Print the path, size and duration of the first one."""
-        if not self._wrote:
-            size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-            print_line(f"the first checkpoint, {path}, has {size:.1f} MB and took {time.monotonic() - begin:.1f} s.")
-        self._wrote, self._saved = True, commits
 
     def _is_over(self) -> bool:
         """Whether this rank's generation is broken, or the job is."""

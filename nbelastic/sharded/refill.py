@@ -9,7 +9,7 @@ import torch
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import Shard, ShardTensor
-from nbelastic.sharded.bound import Bound
+from nbelastic.sharded.bound import Bound, check_same
 from nbelastic.sharded.chunks import Layout, box, owners_of
 from nbelastic.sharded.holdings import Record
 from nbelastic.sharded.parameters import local_tensor
@@ -19,17 +19,9 @@ from nbelastic.sharded.transfer import HAND_OVER, RESHARD, check_same_tensors, e
 
 def check_fits(old: Layout, new: Layout, bound: Bound, record: Record) -> None:
     """StateError if the bound models and optimizers are not those of the commit that is restored."""
-    for kind, here, there in (
-        ("parameter", new.parameters.keys(), old.parameters.keys()),
-        ("optimizer", bound.optimizers.keys(), record["optimizers"].keys()),
-        ("model", bound.modules.keys(), record["buffers"].keys()),
-    ):
-        if here != there:
-            odd = min(here ^ there)
-            where = "bound here, and not in" if odd in here else "not bound here, and is in"
-            raise StateError(
-                f"the {kind} {odd} is {where} the commit that is restored: build and bind the same in every call."
-            )
+    source = "the commit that is restored: build and bind the same in every call."
+    check_same("parameter", new.parameters, old.parameters, source)
+    bound.check_names(record, source)
     for name, parameter in new.parameters.items():
         before = old.parameters[name]
         if (parameter.shape, parameter.dtype) != (before.shape, before.dtype):

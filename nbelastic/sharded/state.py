@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -44,7 +44,6 @@ from nbelastic.worker import ranks
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
-T = TypeVar("T")
 ADVICE = "With copies=2 a state outlives the loss of any two hosts; checkpoints outlive all."
 END_TIMEOUT = 1.0  # seconds that an aborted copy may take to end
 

@@ -10,9 +10,9 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from nbelastic.state import checkpoint_files as checkpoint
 from nbelastic.state.checkpoint_files import Snapshot, reason
 from nbelastic.state.transfer import describe
 from nbelastic.system.argument_types import PATH, WHOLE, check_kind, check_optional
+
+T = TypeVar("T")
 
 KEEP = 3  # checkpoints
 TURN_TIMEOUT = 2.0  # seconds that each rank has to write the last checkpoint if there is no driver
@@ -175,22 +177,28 @@ def _load(state: State, path: Path) -> Path | None:
         known = [path] if checkpoint.is_checkpoint(path) else checkpoint.listed(path)
     except OSError as error:
         raise StateError(f"there is no checkpoint in {path} ({reason(error)}).") from None
+    return first_usable(path, known, lambda candidate: _load_one(state, candidate))
+
+
+def first_usable(path: Path, known: Sequence[Path], use: Callable[[Path], T]) -> T | None:
+    """What `use(checkpoint)` returns for the first of `known` for which it raises no StateError; None if there are none.
+
+    Prints to stderr why those before it are not used. StateError if none can be used. `path`: their folder, for that text.
+    """
     problems = []
     for candidate in known:
         try:
-            _load_one(state, candidate)
+            return use(candidate)
         except StateError as error:
             problems.append(f"checkpoint {candidate.name} is not used: {str(error).rstrip('.')}")
             if candidate != known[-1]:
                 print_line(f"{problems[-1]}; the one before it is tried.")
-        else:
-            return candidate
     if problems:
         raise StateError(f"no checkpoint in {path} can be used: {'; '.join(problems)}.")
     return None
 
 
-def _load_one(state: State, path: Path) -> None:
+def _load_one(state: State, path: Path) -> Path:
     manifest = checkpoint.verify(path)
     described = checkpoint.read_description(path, manifest)
     tensors = manifest.tensors[1:]
@@ -198,6 +206,7 @@ def _load_one(state: State, path: Path) -> None:
         state._accept(described, state._device(), lambda places: checkpoint.read_tensors(path, tensors, places))
     except Exception as error:  # noqa: BLE001  (of the user's scheduler, for example)
         raise StateError(f"it does not fit this state: {reason(error)}") from None
+    return path
 
 
 def write_kept(state: State, folder: Path) -> None:
@@ -223,7 +232,7 @@ class Plan:
         self.folder, self.every, self.keep, self._is_rank_0 = as_folder(folder), every, keep, is_rank_0
         self._copies = CopyMemory()
         self._next = 0  # the commit at which the next one is due; 0: not known yet
-        self._saved = 0  # the commit of the last one
+        self.saved = 0  # the commit of the last one
         self._wrote = False
         self._warned = False  # that there are fewer checkpoints than requested
         self.begun = False  # a world was formed: the ranks hold the state from then on
@@ -238,7 +247,7 @@ class Plan:
             return
         found = _load(state, self.folder)
         if found is not None:
-            self._saved = state.commits
+            self.saved = state.commits
             print_line(f"the training continues at commit {state.commits}, from {found}.")
 
     def committed(self, state: State) -> None:
@@ -253,7 +262,7 @@ class Plan:
             return
         if self._is_rank_0():
             if _last is not None and not _last.done():
-                self._warn()
+                self.warn()
                 return
             self._write(state)
         self._next = commits - commits % every + every
@@ -268,7 +277,7 @@ class Plan:
             self._is_rank_0() or (alone and self._is_missing_after(state.commits, alone * TURN_TIMEOUT))
         ):
             _join_last()
-            if state.commits > self._saved:
+            if state.commits > self.saved:
                 self._write(state)
 
     def _is_missing_after(self, commits: int, timeout: float) -> bool:
@@ -288,18 +297,19 @@ class Plan:
     def _write(self, state: State) -> None:
         begin, commits = time.monotonic(), state.commits
         try:
-            _save(state, self.folder, self.keep, self._copies, lambda path: self._written(path, commits, begin))
+            _save(state, self.folder, self.keep, self._copies, lambda path: self.written(path, commits, begin))
         except Exception as error:  # noqa: BLE001  (out of memory, for example)
             print_line(f"there is no checkpoint of commit {commits}: {reason(error)}.")
 
-    def _written(self, path: Path, commits: int, begin: float) -> None:
-        """Print the path, size and duration of the first one."""
+    def written(self, path: Path, commits: int, begin: float) -> None:
+        """A checkpoint is complete. Print the path, size and duration of the first one."""
         if not self._wrote:
             size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
             print_line(f"the first checkpoint, {path}, has {size:.1f} MB and took {time.monotonic() - begin:.1f} s.")
-        self._wrote, self._saved = True, commits
+        self._wrote, self.saved = True, commits
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """A checkpoint that was due is left out: print that once."""
         if not self._warned:
             print_line(f"writing a checkpoint takes longer than {self.every} commits: there are fewer than requested.")
         self._warned = True

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-import nbelastic as nbe
 from tests.benchmarks import sharded_programs
+from tests.benchmarks.peers import ours
 from tests.benchmarks.peers.running import private_network, started
 from tests.benchmarks.recovery import show, steps_in
 
@@ -114,17 +114,6 @@ def compare(rounds: int, kills: int, torchft: str = "") -> dict[str, list[float]
     return found
 
 
-def train(folder: str) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with nbe.Cluster(f"localhost:{N}", min=1, max=N, cooldown=(0, 0)) as cluster:
-        job = cluster.run(sharded_programs.record, folder, 10**9)
-        try:
-            job.wait()
-        finally:
-            job.stop()
-            job.wait(timeout=20)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all values to this file")
@@ -134,7 +123,7 @@ def main() -> None:
     parser.add_argument("--train", metavar="FOLDER", help="train with nbelastic until SIGTERM, and measure nothing")
     options = parser.parse_args()
     if options.train:
-        train(options.train)
+        ours.train(sharded_programs.record, options.train, N)
         return
     found = compare(options.rounds, options.kills, options.torchft)
     show("peers", found)

@@ -7,7 +7,7 @@ import torch
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.checkpoint_names import Names
 from nbelastic.sharded.checkpoints import Snapshot, Writer
-from nbelastic.sharded.chunks import Layout, Parameter
+from nbelastic.sharded.chunks import Layout, Parameter, box
 from nbelastic.sharded.whole_commits import Commit
 from tests.sharded.meshes import chunks_of, hosts_of
 
@@ -53,7 +53,7 @@ def snapshot(bound, layout, rank, commits):
 
 
 def part_of(chunk):
-    return tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return box(chunk.offsets, chunk.sizes)
 
 
 def writers(bound, layout):

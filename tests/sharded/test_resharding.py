@@ -4,16 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.sharded.chunks import owners_of
+from nbelastic.sharded.chunks import box, owners_of
 from nbelastic.sharded.resharding import moves
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Origin, Statement, choose
 from tests.sharded.meshes import layouts, shapes
 
 COMMIT = Commit(1, 7)
-
-
-def box(start, sizes):
-    return tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))
 
 
 @st.composite
