@@ -176,9 +176,16 @@ def test_the_only_rank_that_is_left_hangs(trains):
 
 
 def test_both_hosts_with_a_shard_are_lost(tmp_path):
-    """The job ends, and the error names the ranks whose shards are lost, their hosts, and what to do."""
+    """With two copies the last host goes on. With one the job ends: the error names the lost ranks, and what to do."""
     hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"
     with nbe.Cluster(hosts, min=1, max=3, cooldown=(0, 0), log_dir=tmp_path / "logs") as cluster:
+        training = Training(cluster, tmp_path / "two-copies", sharded_training.train, copies=2)
+        training.wait_for_world(3)
+        wait_for_steps(training, 3)
+        kill(training, 0, 1)
+        training.wait_for_world(3)
+        finish(training)
+        until(lambda: sum(w.state == "ready" for w in cluster.workers) == 3)
         training = Training(cluster, tmp_path / "steps", sharded_training.train)
         training.wait_for_world(3)
         wait_for_steps(training, 3)
