@@ -41,8 +41,12 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def started(command: Sequence[str], extra: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the command in its own session; at the end send SIGTERM, then kill and report the processes that are left."""
+    """Run the command in its own session; at the end send SIGTERM, then kill and report the processes that are left.
+
+    The end is also a SIGTERM of this process.
+    """
     mark = uuid.uuid4().hex
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by default, no `finally` would run
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [*private_network(), *command],
