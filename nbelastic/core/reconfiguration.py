@@ -129,8 +129,6 @@ def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float)
         return cluster
     if event.generation != prepared.generation or w not in cluster.awaiting:
         return cluster
-    if not event.supported:
-        return replace(cluster, skip_preparing=True, prepare_by=0.0)
     if not event.error:
         return replace(cluster, awaiting=cluster.awaiting - {w})
     soon = min(cluster.prepare_by, now + cluster.limits.timeouts.grace)
@@ -141,7 +139,7 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     """Cancel the prepared generation, and leave newcomers out for a while. The training goes on.
 
     Newcomers that have not prepared are left out. If all have prepared, a member did not reach one of them, so all are
-    left out. If a group can never be prepared, or has no newcomers, the change is made without preparing.
+    left out. If there are no newcomers, the change is made without preparing.
     """
     prepared, not_prepared, errors = cluster.next_formation, cluster.awaiting, cluster.prepare_errors
     assert prepared is not None

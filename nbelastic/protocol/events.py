@@ -226,15 +226,11 @@ class StoreOffered(Event):
 
 
 class WorkerPrepared(Event):
-    """Worker → core: its process group for the next generation is built, beside the present one; or `error`.
-
-    `supported`: False if this worker cannot prepare any group beside another one, as with NCCL.
-    """
+    """Worker → core: its process group for the next generation is built, beside the present one; or `error`."""
 
     worker: WorkerId
     generation: int
     error: str = ""
-    supported: bool = True
 
 
 class WorkerFormed(Event):

@@ -13,7 +13,7 @@ def device(slot: int) -> torch.device:
 
 
 def backend_for(choice: str, slots: int) -> str:
-    """The back end's name for torch: NCCL if each of the host's `slots` has a GPU, else gloo. ValueError if NCCL cannot be."""
+    """`nccl` if each of the host's `slots` has a GPU, else `gloo`. ValueError if NCCL was chosen and cannot be."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "nccl" and gpus < slots:
         raise ValueError(
@@ -21,4 +21,4 @@ def backend_for(choice: str, slots: int) -> str:
         )
     if choice == "gloo" or gpus < slots or gpus == 0:
         return "gloo"
-    return "cpu:gloo,cuda:nccl"
+    return "nccl"

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
-from nbelastic.worker.device import device
+import torch
+
+from nbelastic.worker import accelerator
+from nbelastic.worker.accelerator import Accelerator, Communicators
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.next_generation import NextGeneration
@@ -17,24 +20,26 @@ from nbelastic.worker.threads import run_in_thread
 T = TypeVar("T")
 
 ABORT_TIMEOUT = 0.1  # seconds that an aborted group may go on connecting before its thread is abandoned
-CLOSE_TIMEOUT = 10.0  # seconds that closing a group may take
+NCCL_ABORT_TIMEOUT = 2.0  # the same with NCCL: an abandoned thread keeps memory of the GPU
+CLOSE_TIMEOUT = 10.0  # seconds that closing a group may take; then it is aborted as well
 
 
 class Groups:
     """`open`, `form`, `close` and `run_abortable` are for the main thread, `overdue` is for the link thread."""
 
-    def __init__(self, address: str, slot: int, is_over: Callable[[int], bool]) -> None:
+    def __init__(self, address: str, is_over: Callable[[int], bool]) -> None:
         """`address`: where this worker offers stores. `is_over(generation)`: whether that generation has ended here."""
         self.present: Group | None = None
         self.next = NextGeneration(address)
-        self._slot = slot
+        self.accelerator: Accelerator | None = None  # of this job's groups, beside gloo
+        self._last: Communicators | None = None  # of the last generation, which other ranks may still need
         self._is_over = is_over
         self._closing: Group | None = None
         self._closing_since = 0.0
 
-    def open(self, generation: int, backend: str) -> None:
+    def open(self, generation: int) -> None:
         """Take the group that was prepared for this generation, or a new one. From here on an abort reaches it."""
-        self.present = self.next.take(generation) or Group(generation, device(self._slot), backend)
+        self.present = self.next.take(generation) or Group(generation, self.accelerator)
 
     def form(self, formation: Formation, offer: Offer) -> None:
         """Collective. Raises what torch raises, or WorldAborted."""
@@ -62,14 +67,14 @@ class Groups:
         return running.result()
 
     def _abort_timer(self, generation: int) -> Callable[[], bool]:
-        """A function that returns whether this generation was aborted more than ABORT_TIMEOUT ago."""
-        since = 0.0
+        """A function that returns whether this generation was aborted too long ago."""
+        since, timeout = 0.0, ABORT_TIMEOUT if self.accelerator is None else NCCL_ABORT_TIMEOUT
 
         def is_overdue() -> bool:
             nonlocal since
             if self._is_over(generation):
                 since = since or time.monotonic()
-            return since > 0 and time.monotonic() - since > ABORT_TIMEOUT
+            return since > 0 and time.monotonic() - since > timeout
 
         return is_overdue
 
@@ -78,8 +83,24 @@ class Groups:
         self._closing, self.present = self.present, None
         if self._closing is not None:
             self._closing_since = time.monotonic()
-            self._closing.leave()
+            self.end_last()
+            self._last = self._closing.leave(others_may_wait=not self._is_over(self._closing.generation))
         self._closing = None
+
+    def end_last(self) -> None:
+        """All ranks have left the last generation: end its communicators, beside the training."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.abort()
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether this process has used a GPU, or its job's groups are for one."""
+        return self.accelerator is not None or torch.cuda.is_initialized()
+
+    def synchronize(self, *, all_streams: bool = False) -> None:
+        """Wait for what this worker has begun on its GPU, if it uses one: in the present stream, or in all."""
+        (self.accelerator or accelerator.NCCL).synchronize(all_streams=all_streams)
 
     def overdue(self, now: float) -> Group | None:
         """The group that the main thread has to leave: its generation is over, or closing it takes too long."""

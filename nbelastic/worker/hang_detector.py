@@ -11,6 +11,7 @@ collective raises.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.threads import run_in_thread
 
 HANG_TIMEOUT = 0.3  # seconds that an aborted main thread may sleep in a collective
+GPU_HANG_TIMEOUT = 30.0  # the same if this process uses a GPU: seconds that one call may last
 REPEAT = 2.0  # seconds after which an unanswered message is sent again
 ASK_PERIOD = 0.25  # seconds after which a worker that hangs asks again
 BLOCKING_FILES = (
@@ -32,35 +34,65 @@ BLOCKING_FILES = (
     "/nbelastic/worker/process_group.py",
     "/nbelastic/state/transfer.py",
 )
+GPU_BLOCKING_FILES = (*BLOCKING_FILES, "/torch/cuda/", "/nbelastic/worker/")
+Position = tuple[int, ...]
 
 
 class MainThread:
     """Watches the main thread from another thread, from `now` on (monotonic seconds)."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, *, with_gpu: bool = False) -> None:
         main = threading.main_thread()
+        self.timeout = GPU_HANG_TIMEOUT if with_gpu else HANG_TIMEOUT
+        self._files = GPU_BLOCKING_FILES if with_gpu else BLOCKING_FILES
+        self._position = self._position_with_gpu if with_gpu else self._position_asleep
         self._ident = main.ident or 0
-        self._stat = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread has the process's number
         self._since = now
-        self._used = -1
+        self._at: Position | None = None
 
     def hangs_for(self, now: float) -> float:
-        """Seconds for which it has slept inside a collective without a tick of CPU time; 0 when it moves."""
-        asleep, used = self._read_stat()
-        if not asleep or used != self._used or not self._is_in_collective():
-            self._since, self._used = now, used
+        """Seconds for which it has been in one place inside a collective; 0 when it moves."""
+        position = self._position() if self._is_in_collective() else None
+        if position is None or position != self._at:
+            self._since, self._at = now, position
         return now - self._since
 
-    def _read_stat(self) -> tuple[bool, int]:
-        try:
-            fields = self._stat.read_text().rpartition(")")[2].split()
-        except OSError:  # the thread has ended
-            return False, -1
-        return fields[0] == "S", int(fields[11]) + int(fields[12])
+    def hangs(self, now: float) -> bool:
+        """Whether it has been in one place for too long."""
+        return self.hangs_for(now) > self.timeout
+
+    def _position_asleep(self) -> Position | None:
+        """Its CPU time, while it sleeps."""
+        state, used = _read_stat(os.getpid())  # the main thread has the process's number
+        return (used,) if state == "S" else None
+
+    def _position_with_gpu(self) -> Position | None:
+        """The call that it is in, and the CPU time of autograd's threads. It may spin there: CUDA waits like that."""
+        frame = sys._current_frames().get(self._ident)
+        return None if frame is None else (id(frame), frame.f_lasti, *_autograd_times())
 
     def _is_in_collective(self) -> bool:
         frame = sys._current_frames().get(self._ident)
-        return frame is not None and any(part in frame.f_code.co_filename for part in BLOCKING_FILES)
+        return frame is not None and any(part in frame.f_code.co_filename for part in self._files)
+
+
+def _autograd_times() -> list[int]:
+    """The CPU time of each thread of autograd in this process, in ticks."""
+    found = []
+    for task in sorted(os.listdir("/proc/self/task")):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if Path(f"/proc/self/task/{task}/comm").read_text().startswith("pt_autograd"):
+                found.append(_read_stat(int(task))[1])
+    return found
+
+
+def _read_stat(task: int) -> tuple[str, int]:
+    """The state of a thread of this process, and the CPU time that it has used, in ticks."""
+    try:
+        fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # the thread has ended
+        return "", -1
+    return fields[0], int(fields[11]) + int(fields[12])
 
 
 class HangResponse:
@@ -106,10 +138,10 @@ class HangResponse:
         """The main thread is in no aborted generation."""
         self._main, self._sent = None, None
 
-    def watch(self, generation: int, now: float) -> bool:
+    def watch(self, generation: int, now: float, *, with_gpu: bool = False) -> bool:
         """Whether the main thread, which has to leave this aborted `generation`, hangs in it."""
-        self._main, self._generation = self._main or MainThread(now), generation
-        return self._main.hangs_for(now) > HANG_TIMEOUT
+        self._main, self._generation = self._main or MainThread(now, with_gpu=with_gpu), generation
+        return self._main.hangs(now)
 
     def ask(self, commit: int, now: float) -> None:
         """Ask the driver how to end. It calls `answer`, maybe late: the answer depends on other workers."""
@@ -121,7 +153,7 @@ class HangResponse:
             if keep is None and self._keeping.done():
                 self._end()
             return
-        if self._main is None or self._main.hangs_for(now) <= HANG_TIMEOUT:
+        if self._main is None or not self._main.hangs(now):
             return
         if keep is None:
             self._end()

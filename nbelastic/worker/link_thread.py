@@ -22,19 +22,19 @@ from nbelastic.system import pickling
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.transport.client import Client
 from nbelastic.worker import protocol
-from nbelastic.worker.device import device
 from nbelastic.worker.environment import set_interface
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import HangResponse
 from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.output_buffer import OutputBuffer
-from nbelastic.worker.process_group import UnsupportedError, world_collectives
+from nbelastic.worker.process_group import world_collectives
 from nbelastic.worker.telemetry import REPORT_PERIOD
 from nbelastic.worker.threads import run_in_thread
 from nbelastic.worker.user_stack import current_line, stack_dump
 
 MAX_TICK_DELAY = 2.0  # seconds; a tick that is later shows that this process was stopped
+ERROR_PERIOD = 1.0  # seconds between two looks for an error of a collective
 ABORT_PERIOD = 0.02  # seconds between two aborts of the same group
 MAX_PREPARE_ERROR = 200  # characters of the error in a WorkerPrepared
 OFFER_AT = 2  # commits of a generation after which the next generation's store is offered
@@ -89,13 +89,13 @@ class LinkThread:
             heartbeat=self._heartbeat,
         )
         self.hang = HangResponse(self._worker, self.link.send, self._end_hung, self._discard_kept)
-        # The main thread sets the next five.
+        # The main thread sets the next four.
         self.holder: StateHolder | None = None  # while an elastic function runs
         self.run: Callable[[messages.Message], object] | None = None  # takes programs and cells
         self.result_value = b""  # of the newest program, for a driver that fetches it
-        self.backend = ""  # of the job's groups
         self.collectives_before = 0  # collectives of this generation that began before the training did
         self._ticked_at = 0.0
+        self._error_at = 0.0  # when to look for an error of a collective again
         self._resumed_at = 0.0  # when this process ran again after it was stopped: it has yet to read what was sent
 
     def receive(self, message: messages.Message) -> None:
@@ -188,10 +188,9 @@ class LinkThread:
     def _prepare(self, formation: Formation) -> None:
         def done(failure: Exception | None) -> None:
             error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:MAX_PREPARE_ERROR]
-            supported = not isinstance(failure, UnsupportedError)
-            self.link.send(ev.WorkerPrepared(self._worker, formation.generation, error, supported))
+            self.link.send(ev.WorkerPrepared(self._worker, formation.generation, error))
 
-        self._groups.next.prepare(formation, device(self._worker.slot), self.backend, done)
+        self._groups.next.prepare(formation, self._groups.accelerator, done)
 
     def tick(self) -> float:
         """Do what is due; returns the seconds until the next tick."""
@@ -218,14 +217,25 @@ class LinkThread:
         next_is_done, group = self._groups.abort_next(), self._groups.overdue(now)
         if group is None:
             self.hang.reset()
+            self._report_error(now)
             return REPORT_PERIOD if next_is_done else ABORT_PERIOD
         group.abort()
-        if self.hang.watch(group.generation, now):
+        if self.hang.watch(group.generation, now, with_gpu=self._groups.uses_gpu):
             if self._protocol.quit is not None or not self._protocol.facts.holds_state:
                 self._end_hung()
             if not self.link.disconnected:
                 self.hang.ask(self._protocol.total, now)
         return ABORT_PERIOD
+
+    def _report_error(self, now: float) -> None:
+        """Report a collective that failed without raising, as NCCL's do: the main thread may wait for it without an end."""
+        group = self._groups.present
+        if group is None or now < self._error_at:
+            return
+        self._error_at = now + ERROR_PERIOD
+        error = group.error
+        if error:
+            self.link.send(ev.WorkerRaised(self._worker, group.generation, intact=False, error=error))
 
     def _discard_kept(self) -> None:
         run_in_thread(partial(shutil.rmtree, kept_state_folder(self._relay, self._worker), ignore_errors=True))

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
-
+from nbelastic.worker.accelerator import Accelerator
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.process_group import Group, Offer
 
@@ -90,11 +89,11 @@ class NextGeneration:
         return self.offer
 
     def prepare(
-        self, formation: Formation, device: torch.device, backend: str, then: Callable[[Exception | None], object]
+        self, formation: Formation, accelerator: Accelerator | None, then: Callable[[Exception | None], object]
     ) -> None:
         """Build the group of `formation`, and call `then` with the error, or None."""
         self._drop_unfinished()
-        group = Group(formation.generation, device, backend)
+        group = Group(formation.generation, accelerator)
         group.is_settled, self._aborted_at = False, 0.0
         self.group = group
 

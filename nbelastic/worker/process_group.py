@@ -2,7 +2,7 @@
 
 torch ≤ 2.13 cannot abort gloo: a rank that waits for a survivor hangs until the group's timeout. So this module knows the
 connections of the generation's groups and shuts them down; then every rank that blocks in one of them raises.
-NCCL groups are aborted with `_abort_process_group()`, in a thread that has set the device.
+NCCL's communicators, if the job uses NCCL, are beside gloo's groups: see `accelerator.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.system.addresses import bracketed, split_endpoint
+from nbelastic.worker.accelerator import Accelerator, Communicators, Factory
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.socket_filter import admit_all, admit_only
 from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets, peers, shut_down
@@ -39,7 +40,7 @@ MAX_KEPT = 2
 # releases the GIL for it only if Python holds the last reference. If DDP's reducer holds the last one (the user kept a
 # wrapper), the process would hang. So keep each group for longer than any wrapper of it, and let a new thread drop it.
 _kept: deque[list[Any]] = deque()
-NCCL_ABORT_TIMEOUT = 5.0  # seconds
+COMMUNICATOR_ABORT_TIMEOUT = 30.0  # seconds; NCCL takes up to a second, and longer with many kernels under way
 
 
 class Offer:
@@ -69,20 +70,16 @@ class Offer:
 GLOO = dist.ProcessGroupGloo
 
 
-class UnsupportedError(ValueError):
-    """On this kind of device no group can be prepared beside the training."""
-
-
 class Group:
     """The process groups of one generation: torch's default group, and those that the program makes.
 
     `abort` and `is_intact` may be called in any thread, `form` and `leave` only in the main thread.
     """
 
-    def __init__(self, generation: int, device: torch.device, backend: str) -> None:
+    def __init__(self, generation: int, accelerator: Accelerator | None = None) -> None:
+        """`accelerator`: whose communicators the groups have beside gloo's; None: gloo alone."""
         self.generation = generation
-        self._device = device
-        self._backend = backend
+        self._communicators = None if accelerator is None else Communicators(accelerator)
         self._connections: Connections | None = None  # an abort shuts these down
         self._default: dict[str, int] | None = None  # the connections of the default group when it was complete
         self._own: list[tuple[Any, dict[str, int]]] = []  # of each of the program's own groups: options, connections
@@ -92,26 +89,24 @@ class Group:
         self._offer: Offer | None = None  # the store's server, on rank 0
         self.subgroups: Any = None  # made on demand
         self._side: list[Any] = []  # groups that torch does not know
-        self._aborting: threading.Thread | None = None
         self._prepared: Any = None  # the gloo group, until torch's default group is made of it
         self.peers: Collection[str] = ()  # the addresses of the other members, once it is formed
         self.is_settled = True  # no thread prepares it
         self._is_abandoned = False
 
     def prepare(self, formation: Formation, offer: Offer | None) -> None:
-        """Collective, in a thread beside the training: do what takes time in `form`. Raises what torch raises, or ValueError.
+        """Collective, in any thread: do what takes time in `form`. Raises what torch raises, or ValueError.
 
-        Only for gloo on the CPU: the first collective on the GPU that trains makes NCCL's communicators.
+        Torch's default group is not changed: it may be another generation's when this is done.
         """
-        if self._backend != "gloo" or self._device.type != "cpu":
-            raise UnsupportedError(f"{self._backend} on {self._device.type} is not prepared beside the training")
-        self._build(formation, offer)
-
-    def _build(self, formation: Formation, offer: Offer | None) -> None:
-        """Build the gloo group, without torch's default group: that may be another generation's when this is done."""
         store = self._open_store(formation, offer)
         prepared = self._make_first(PrefixStore("prepared", store), formation.rank, formation.world_size)
+        if self._communicators is not None:
+            where = PrefixStore("communicator", store)
+            self._communicators.prepare(where, formation.rank, formation.world_size, TIMEOUT)
         if self._is_abandoned:
+            if self._communicators is not None:
+                self._communicators.abort()
             raise ValueError("this group was abandoned")
         self._prepared = prepared
         self._default = self._complete()
@@ -126,21 +121,22 @@ class Group:
         """Collective. Raises what torch raises if a member dies or the generation is aborted meanwhile.
 
         `check()` is called every POLL seconds, and may raise. While gloo waits for a peer that never connects, there is no
-        connection yet to shut down, so an abort cannot wake it. So gloo waits in the thread of `start`, which can be
-        abandoned at no other cost.
+        connection yet to shut down, so an abort cannot wake it. NCCL too may wait for seconds. So both wait in the thread
+        of `start`, which can be abandoned at no other cost.
         """
-        if self._prepared is None and self._device.type != "cuda":
-            building = start(lambda: self._build(formation, offer))
+        if self._prepared is None:
+            building = start(lambda: self.prepare(formation, offer))
             while not wait((building,), POLL).done:
                 check()
             with _as_runtime_error():
                 building.result()
         with _as_runtime_error():
-            if self._device.type == "cuda":
-                self._open_store(formation, offer)
             self._init(formation)
             self._default = {**(self._default or {}), **self._complete()}  # with those that were closed meanwhile
         offer.admit_only(self.peers if offer is self._offer else ())
+
+    def _make_for_torch(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT, **_options: Any) -> Any:
+        return self.make_gloo(store, rank, size, timeout)  # torch 2.15 also passes `enable_reconfigure`: not used
 
     def make_gloo(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
         """Called when torch makes a gloo group: the default group, or one of the program's own."""
@@ -218,17 +214,22 @@ class Group:
         """Make it torch's default group. All gloo groups that torch makes from now on belong to this generation."""
         # torch numbers groups and uses the number in the store's keys; a failed forming has used up one on this rank only.
         dist.distributed_c10d._world.group_count = 0
-        dist.distributed_c10d.ProcessGroupGloo = _GlooFactory(self)
+        dist.distributed_c10d.ProcessGroupGloo = Factory(GLOO, self._make_for_torch)
+        if self._communicators is not None:
+            self._communicators.use_for_new_groups()
         hook = sys.excepthook
+        # Without `device_id`: with it, ranks that are not in a new group would have to take part in making it.
         dist.init_process_group(
-            self._backend,
+            "gloo" if self._communicators is None else self._communicators.backend,
             store=self._store,
             rank=formation.rank,
             world_size=formation.world_size,
             timeout=TIMEOUT,
-            device_id=self._device if self._device.type == "cuda" else None,
         )
         sys.excepthook = hook  # torch wraps it once more each time
+        if self._prepared is not None:  # torch's default group has no part of gloo
+            self._side.append(self._prepared)
+            self._prepared = None
 
     def abandon(self) -> None:
         """The thread that prepares it may hang: abort it once, and shut down none of its later connections."""
@@ -239,6 +240,8 @@ class Group:
     def drop(self) -> None:
         """Release what was prepared and never used."""
         self._prepared = self._store = self._offer = self._gloo = None
+        if self._communicators is not None:
+            self._communicators.abort()
 
     def abort(self) -> None:
         """Make every rank that blocks in this group raise. To be repeated until it is left: it may still be forming."""
@@ -250,21 +253,20 @@ class Group:
             return
         for inode, fd in targets.items():
             shut_down(fd, inode)
-        if self._default is not None and self._device.type == "cuda" and self._aborting is None:
-            # In a thread: it may take as long as the group's timeout.
-            self._aborting = threading.Thread(target=self._abort_nccl, name="nbelastic-abort", daemon=True)
-            self._aborting.start()
+        if self._communicators is not None:
+            self._communicators.abort()
 
-    def _abort_nccl(self) -> None:
-        torch.cuda.set_device(self._device)  # else the abort opens a context on GPU 0
-        dist.distributed_c10d._abort_process_group()
+    @property
+    def error(self) -> str:
+        """What went wrong in a collective that did not raise, or an empty string. In any thread."""
+        return "" if self._communicators is None else self._communicators.error()
 
     def is_intact(self) -> bool:
         """Whether every connection of the groups still exists: then no collective failed because of a peer.
 
         Groups that the program has destroyed do not count: the first rank to do so closes them for all.
         """
-        if self._default is None:
+        if self._default is None or self.error:
             return False
         backends = [backend for group in dist.distributed_c10d._world.pg_map for backend in _backends(group)]
         in_use = {id(backend.options) for backend in (*backends, *self._side) if isinstance(backend, GLOO)}
@@ -279,42 +281,44 @@ class Group:
             poll.register(fd, select.POLLRDHUP)
         return not poll.poll(0)
 
-    def leave(self) -> None:
-        """Close it. The connections first: two ranks that leave by themselves could wait for each other."""
+    def leave(self, *, others_may_wait: bool = False) -> Communicators | None:
+        """Close it. The connections first: two ranks that leave by themselves could wait for each other.
+
+        With `others_may_wait`, another rank may not have received the last data that NCCL sends for this one. Then this
+        returns the communicators, for the caller to end them later.
+        """
         self._is_abandoned = True  # a thread that still builds it stops
+        communicators, kept = self._communicators, None
+        if others_may_wait and communicators is not None:
+            self._communicators, kept = None, communicators
         self.abort()
-        if self._aborting is not None:
-            self._aborting.join(NCCL_ABORT_TIMEOUT)
-            if self._aborting.is_alive():  # no operation on this GPU will end in this process
-                os._exit(HUNG)
+        if self._communicators is not None and not self._communicators.end(COMMUNICATOR_ABORT_TIMEOUT):
+            os._exit(HUNG)  # no operation on this GPU will end in this process
         dist.distributed_c10d.ProcessGroupGloo = GLOO
         _kept.append([*dist.distributed_c10d._world.pg_map, *self._side, self._store, self._offer])
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # an aborted group has no connection to shut down
-                dist.destroy_process_group()
+                _forget_groups() if communicators is not None else dist.destroy_process_group()
+        if communicators is not None:
+            communicators.release()
         self._store = self._offer = self.subgroups = self._gloo = None
         self._connections = self._default = None
         self._own, self._side = [], []
         if len(_kept) > MAX_KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
+        return kept
 
 
-class _GlooFactory:
-    """Replaces torch's class of gloo groups, so that all new ones belong to the generation."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __call__(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT, **_options: Any) -> Any:
-        return self._group.make_gloo(
-            store, rank, size, timeout
-        )  # torch 2.15 also passes `enable_reconfigure`, which is not used
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(GLOO, name)
-
-    def __instancecheck__(self, thing: Any) -> bool:
-        return isinstance(thing, GLOO)
+def _forget_groups() -> None:
+    """What `destroy_process_group` does without waiting for other ranks: torch has no group any more."""
+    world = dist.distributed_c10d._world
+    dist.distributed_c10d._update_default_pg(None)
+    for groups in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        groups.clear()
+    for groups in (world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+        groups.clear()
+    dist.distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
 
 
 def _new_device() -> tuple[Any, int, Endpoint]:

@@ -22,6 +22,7 @@ from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import protocol
+from nbelastic.worker.accelerator import accelerator_for
 from nbelastic.worker.device import backend_for, device
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
@@ -66,7 +67,7 @@ class Session:
         self._choice: tuple[str, int] = (settings["backend"], int(settings["slots"]))
         self._protocol = protocol.Protocol(self.worker, float(settings["lease"]))
         self._inbox = Inbox()
-        self._groups = Groups(settings["address"], self.worker.slot, self._protocol.is_over)
+        self._groups = Groups(settings["address"], self._protocol.is_over)
         self._link_thread = LinkThread(settings, self._protocol, self._inbox, self._groups, self.output)
         self.link = self._link_thread.link
         self._formation_read: Formation | None = None  # of the generation after this one, read at a commit
@@ -118,8 +119,10 @@ class Session:
         ValueError if the requested back end is not available; JobStoppedError if the job is over already.
         """
         self.warm_up.wait()
-        self._link_thread.backend = backend_for(*self._choice)
+        backend = backend_for(*self._choice)
         self.leave_group()
+        self._groups.end_last()
+        self._groups.accelerator = accelerator_for(backend)
         self._groups.next.abort()
         self.output.job, self.output.rank = job, None
         with self._inbox.lock:
@@ -186,7 +189,7 @@ class Session:
 
     def join(self, formation: Formation, offer: Offer) -> None:
         """Form the generation's process group. Raises what torch raises, or WorldAborted."""
-        self._groups.open(formation.generation, self._link_thread.backend)
+        self._groups.open(formation.generation)
         self._protocol.generation = formation.generation
         if self._protocol.is_over(formation.generation):
             raise WorldAborted
@@ -226,6 +229,7 @@ class Session:
             machine.telemetry.begin((time.monotonic() - self._formed_at) * 1000)
             self.link.wake()
         elif machine.commits == OFFER_AT:
+            self._groups.end_last()
             self._link_thread.offer_store()
         if self._inbox.attention:
             self._read_messages()
@@ -267,8 +271,8 @@ class Session:
 
     def check(self, where: torch.device) -> None:
         """WorldAborted if the generation is broken. Wait for the GPU first: an aborted kernel ends as if it had succeeded."""
-        if where.type == "cuda":
-            torch.cuda.current_stream(where).synchronize()
+        if where.type == "cuda" or self._groups.accelerator is not None:
+            self._groups.synchronize()
         group = self._groups.present
         if group is not None and self._protocol.is_over(group.generation):
             raise WorldAborted
@@ -278,10 +282,9 @@ class Session:
 
         WorldAborted if the generation is broken: a collective that was aborted there ends as if it had succeeded.
         """
-        if torch.cuda.is_initialized():
-            where = device(self.worker.slot)
-            torch.cuda.synchronize(where)
-            self.check(where)
+        if self._groups.uses_gpu:
+            self._groups.synchronize(all_streams=True)
+            self.check(device(self.worker.slot))
 
     def on_any_rank(self, mine: bool) -> bool:
         """Collective: whether `mine` is true on any rank."""
@@ -289,6 +292,7 @@ class Session:
             return mine
         found = torch.tensor([mine], dtype=torch.uint8)
         dist.all_reduce(found, dist.ReduceOp.MAX)
+        self.check(found.device)
         return bool(found)
 
     def is_own_error(self, error: BaseException) -> bool:

@@ -197,16 +197,6 @@ def test_a_member_dies_while_the_next_world_is_prepared(stage):
     assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 1)
 
 
-def test_a_group_that_cannot_be_prepared_is_formed_plainly():
-    """A worker reports that it cannot prepare groups: the change is made without preparation."""
-    story = with_stage(Stage.PREPARING)
-    story.send(ev.WorkerPrepared(wid("b/0#1"), 2, "not with nccl", supported=False))
-    assert story.last(cmd.DropWorld).generation == 2
-    assert story.cluster.stage is Stage.ASKED
-    story.answer()
-    assert (story.cluster.generation, len(story.names)) == (3, 4)
-
-
 def untouched(story, since):
     """The members train on in the first world, and are asked for nothing."""
     disturbing = (cmd.AskLeave, cmd.LeaveAt, cmd.AbortWorld, cmd.FormWorld)

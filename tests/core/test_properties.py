@@ -104,7 +104,7 @@ class EveryStory(AnyStory):
     # ---- groups that cannot be built ----
 
     @precondition(lambda self: any(isinstance(e, ev.WorkerPrepared) for e in self.story.answers))
-    @rule(data=st.data(), how=st.sampled_from(["silent", "raised", "raised", "unsupported"]))
+    @rule(data=st.data(), how=st.sampled_from(["silent", "raised"]))
     def fail_to_prepare(self, data, how):
         w = self._answering(data, ev.WorkerPrepared)
         generation = next(
@@ -112,7 +112,7 @@ class EveryStory(AnyStory):
         )
         self.story._unsay(w, ev.WorkerPrepared)
         if how != "silent":
-            self.story.send(ev.WorkerPrepared(w, generation, "RuntimeError: refused", supported=how == "raised"))
+            self.story.send(ev.WorkerPrepared(w, generation, "RuntimeError: refused"))
 
     @rule(data=st.data(), stage=st.sampled_from(list(Stage)))
     def hang(self, data, stage):

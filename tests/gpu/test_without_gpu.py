@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from nbelastic.protocol.settings import NCCL_ENVIRONMENT
-from nbelastic.worker import process_group as rendezvous
 from nbelastic.worker.device import backend_for
-from nbelastic.worker.process_group import Group
-from nbelastic.worker.sockets import Connections
 
 
 @pytest.fixture
@@ -25,10 +22,10 @@ def gpus(monkeypatch):
     ("choice", "count", "slots", "backend"),
     [
         ("auto", 0, 4, "gloo"),
-        ("auto", 2, 2, "cpu:gloo,cuda:nccl"),
+        ("auto", 2, 2, "nccl"),
         ("auto", 1, 2, "gloo"),
         ("gloo", 2, 2, "gloo"),
-        ("nccl", 2, 2, "cpu:gloo,cuda:nccl"),
+        ("nccl", 2, 2, "nccl"),
     ],
 )
 def test_the_back_end_follows_the_gpus(gpus, choice, count, slots, backend):
@@ -49,20 +46,3 @@ def test_agents_start_with_nccls_watchdog_out_of_the_way():
     assert NCCL_ENVIRONMENT["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert NCCL_ENVIRONMENT["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert NCCL_ENVIRONMENT["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-
-
-def test_an_nccl_abort_sets_the_device_first_and_runs_once(monkeypatch):
-    """In a thread of its own (it may wait for the group's time-out), on the worker's GPU, however often it is asked."""
-    calls: list[object] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
-    threads = []
-    start = rendezvous.threading.Thread.start
-    monkeypatch.setattr(rendezvous.threading.Thread, "start", lambda thread: (threads.append(thread), start(thread)))
-    group = Group(1, torch.device("cuda", 3), "cpu:gloo,cuda:nccl")
-    group._connections, group._default = Connections(), {}
-    group.abort()
-    group.abort()
-    for thread in threads:
-        thread.join()
-    assert calls == ["cuda:3", "abort"]

@@ -17,7 +17,7 @@ def formation(generation, size, offer):
 
 def form(generation, size, *, abort_after=None):
     """Form generation `generation` as rank 0 of `size`. Returns the group."""
-    group, offer, over = Group(generation, torch.device("cpu"), "gloo"), Offer("127.0.0.1"), threading.Event()
+    group, offer, over = Group(generation), Offer("127.0.0.1"), threading.Event()
 
     def abort():
         time.sleep(abort_after)

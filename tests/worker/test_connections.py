@@ -44,7 +44,7 @@ def test_strangers_stay_outside_once_a_group_is_formed():
     """Its gloo listener accepts no connection, its store and the next one's only members; a store that is taken accepts all."""
     next_generation, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
     before = open_sockets()  # by inode: descriptor numbers are reused
-    group = Group(1, torch.device("cpu"), "gloo")
+    group = Group(1)
     group.form(formation(1, 1, offer), offer, next_generation.run)
     (gloo,) = listeners(fd for name, fd in open_sockets().items() if name not in before)
     with socket.socket(fileno=os.dup(gloo)) as one:
@@ -99,7 +99,7 @@ def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
 
 def two_members(pool):
     """Two members, and for each its default group and a group that its program makes."""
-    offer, members = Offer("127.0.0.1"), [Group(1, torch.device("cpu"), "gloo") for _ in range(2)]
+    offer, members = Offer("127.0.0.1"), [Group(1) for _ in range(2)]
     store = dist.HashStore()
 
     def join(rank):

@@ -3,11 +3,13 @@
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.worker import hang_detector
 from nbelastic.worker.hang_detector import HANG_TIMEOUT, HangResponse, MainThread
 
 W = WorkerId("a", 0, 1)
@@ -83,6 +85,51 @@ def test_it_starts_again_when_it_moves():
     assert watched(twice, 0.3) < sum(waits)
 
 
+def on_gpu(main, seconds, monkeypatch):
+    """As `watched`, for a worker with a GPU: whether the main thread was ever thought to hang for a fifth of a second."""
+    monkeypatch.setattr(hang_detector, "GPU_HANG_TIMEOUT", 0.2)
+    hung = []
+
+    def measure():
+        main_thread = MainThread(time.monotonic(), with_gpu=True)
+        while not over.wait(0.02):
+            hung.append(main_thread.hangs(time.monotonic()))
+
+    over = threading.Event()
+    thread = threading.Thread(target=measure)
+    thread.start()
+    try:
+        main(seconds)
+    finally:
+        over.set()
+        thread.join()
+    return any(hung)
+
+
+@pytest.mark.parametrize(("where", "hangs"), [("torch/cuda/streams.py", True), ("home/me/train.py", False)])
+def test_with_a_gpu_one_long_call_of_torchs_is_a_hang(where, hangs, monkeypatch):
+    """It is in one call for too long: nothing wakes it. The user's own code may take its time."""
+    assert on_gpu(wait_in(f"/{where}"), 0.8, monkeypatch) is hangs
+
+
+def test_with_a_gpu_a_backward_pass_that_computes_is_no_hang(monkeypatch):
+    """The main thread sleeps in autograd, while a thread of autograd computes."""
+    over = threading.Event()
+
+    def compute():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        assert not on_gpu(wait_in("/torch/autograd/graph.py"), 0.8, monkeypatch)
+    finally:
+        over.set()
+        thread.join()
+
+
 class Ended(Exception):
     """Raised instead of ending this process."""
 
@@ -90,7 +137,7 @@ class Ended(Exception):
 @pytest.fixture
 def hung(monkeypatch):
     """Its main thread sleeps in a collective of an aborted generation; `sent` has its messages."""
-    monkeypatch.setattr(MainThread, "_read_stat", lambda _: (True, 0))
+    monkeypatch.setattr(hang_detector, "_read_stat", lambda _: ("S", 0))
     monkeypatch.setattr(MainThread, "_is_in_collective", lambda _: True)
 
     def end():
@@ -168,7 +215,7 @@ def test_what_cannot_be_kept_is_lost(hung):
 
 def test_a_main_thread_that_has_moved_goes_on(hung, monkeypatch):
     """It woke up while the driver was asked: no answer ends it, and no state is kept."""
-    monkeypatch.setattr(MainThread, "_read_stat", lambda _: (False, 1))
+    monkeypatch.setattr(hang_detector, "_read_stat", lambda _: ("R", 1))
     hung.answer(None, "job", time.monotonic())
     hung.answer(lambda: 5, "job", time.monotonic())
     assert not hung.is_keeping

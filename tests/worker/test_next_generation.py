@@ -6,12 +6,11 @@ import sys
 import threading
 import time
 
-import torch
 import torch.distributed as dist
 
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.next_generation import NextGeneration
-from nbelastic.worker.process_group import Group, Offer, UnsupportedError
+from nbelastic.worker.process_group import Group, Offer
 from tests.support.waiting import until
 from tests.worker.forming import form, formation, works
 
@@ -22,7 +21,7 @@ def prepare(next_generation, generation, size=1):
     next_generation.make_offer({"127.0.0.1"}, offers.append)
     next_generation.run(lambda: None).result()
     where = Formation(generation, 0, size, 0, size, 0, 1, offers[0], 0, (), (("a", size),))
-    next_generation.prepare(where, torch.device("cpu"), "gloo", outcomes.append)
+    next_generation.prepare(where, None, outcomes.append)
     return where, outcomes
 
 
@@ -89,7 +88,7 @@ def test_a_preparation_that_hangs_is_left_behind():
     """The next one runs in a new thread."""
     next_generation = NextGeneration("127.0.0.1")
     held = threading.Event()
-    next_generation.group = Group(1, torch.device("cpu"), "gloo")
+    next_generation.group = Group(1)
     next_generation.group.is_settled = False
     next_generation.run(held.wait)
     offer = next_generation.take_offer()
@@ -120,7 +119,7 @@ def test_a_preparation_that_cannot_be_woken_spoils_nothing_that_follows(monkeypa
         hanging.acquire()
     offer = Offer("127.0.0.1")
     assert next_generation.take(3) is None
-    group = Group(3, torch.device("cpu"), "gloo")
+    group = Group(3)
     group.form(formation(3, 1, offer), offer, next_generation.run)
     abandoned.abort()
     assert next_generation.abort()
@@ -131,14 +130,10 @@ def test_a_preparation_that_cannot_be_woken_spoils_nothing_that_follows(monkeypa
 
 
 def test_a_store_that_no_longer_exists_is_an_error():
-    """Rank 0 has used its store meanwhile. That NCCL cannot prepare groups is another kind of error."""
+    """Rank 0 has used its store meanwhile."""
     next_generation = NextGeneration("127.0.0.1")
     outcomes = []
     where = Formation(2, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", 0, (), (("a", 1),))
-    next_generation.prepare(where, torch.device("cpu"), "gloo", outcomes.append)
-    next_generation.run(lambda: None).result()
-    next_generation.prepare(where, torch.device("cpu"), "cpu:gloo,cuda:nccl", outcomes.append)
+    next_generation.prepare(where, None, outcomes.append)
     next_generation.run(lambda: None).result()
     assert "does not exist any more" in str(outcomes[0])
-    assert [isinstance(failure, UnsupportedError) for failure in outcomes] == [False, True]
-    assert "not prepared beside the training" in str(outcomes[1])

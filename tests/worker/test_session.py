@@ -29,7 +29,7 @@ def session():
     settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "relay": "/tmp"}
     settings["heartbeat"], settings["lease"] = 1.0, math.inf
     session = Session(settings)
-    session.groups.present = Group(GENERATION, torch.device("cpu"), "gloo")
+    session.groups.present = Group(GENERATION)
     session._protocol.generation, session._protocol.commits = GENERATION, 3
     return session
 
@@ -90,9 +90,9 @@ def gpu(session, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda where: (calls.append(str(where)), then()))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-        monkeypatch.setattr(session.groups.present, "leave", lambda: calls.append("leave"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: (calls.append("all streams"), then()))
+        monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+        monkeypatch.setattr(session.groups.present, "leave", lambda **_: calls.append("leave"))
         return calls
 
     return pretend
@@ -105,7 +105,7 @@ def test_what_is_under_way_on_the_gpu_ends_before_a_group_is_left(session, gpu):
     with pytest.raises(WorldLeft):
         session.committed(4)
     session.leave_group()
-    assert calls == ["cuda:0", "stream", "leave"]
+    assert calls == ["all streams", "stream", "leave"]
 
 
 def test_a_collective_that_was_aborted_on_the_gpu_is_not_taken_for_complete(session, gpu):

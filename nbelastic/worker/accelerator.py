@@ -1,0 +1,194 @@
+"""How nbelastic makes, connects, aborts and waits for the communicators of NCCL.
+
+`Accelerator` is the seam: `Nccl` serves ProcessGroupNCCL, torch's engine up to 2.13 and, with TORCH_DIST_USE_NCCL2=0, in
+newer versions. `dist._reconfigure` (torch ≥ 2.14) is not used until it has been seen to work on GPUs.
+
+A collective on an accelerator runs later, on a stream. After an abort its `wait()` returns as if it had succeeded, and its
+output holds garbage. So a result may be used only after `synchronize` and a look at whether the generation is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Make = Callable[[Any, int, int, Any], Any]  # a store, a rank, a size and options -> a communicator
+
+MIN_FREE = (
+    1 << 30
+)  # bytes of GPU memory; with less, torch's allocator gives back what it keeps unused before NCCL allocates
+
+
+class Accelerator(Protocol):
+    """A kind of device whose collectives have a back end of their own. A communicator is torch's back end of one group."""
+
+    backend: str  # for torch.distributed.init_process_group
+
+    def options(self, timeout: timedelta) -> Any:
+        """The options of a communicator; `timeout`: of a collective."""
+
+    def create(self, store: Any, rank: int, size: int, options: Any) -> Any:
+        """A communicator that has not communicated yet."""
+
+    def connect(self, communicator: Any) -> None:
+        """Collective: connect to the other members. In any thread; raises what torch raises, also after an abort."""
+
+    def abort(self, communicator: Any) -> None:
+        """End its collectives, which may take seconds. In any thread."""
+
+    def error(self, communicator: Any) -> str:
+        """The error of a collective that did not end, or an empty string."""
+
+    def synchronize(self, *, all_streams: bool = False) -> None:
+        """Wait for the work of the present stream, or of all streams of this process."""
+
+    def use_for_new_groups(self, make: Make | None) -> None:
+        """Let torch call `make` for the communicator of each new group; None: torch makes it alone again."""
+
+
+class Factory:
+    """Replaces one of torch's classes of back ends: torch calls `make` instead of the class."""
+
+    def __init__(self, original: Any, make: Callable[..., Any]) -> None:
+        self._original, self._make = original, make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._make(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __instancecheck__(self, thing: Any) -> bool:
+        return isinstance(thing, self._original)
+
+
+class Nccl:
+    """NCCL on this worker's GPU, which is the only one that this process sees."""
+
+    backend = "cpu:gloo,cuda:nccl"
+
+    def __init__(self) -> None:
+        self._class: Any = getattr(dist, "ProcessGroupNCCL", None)  # None: this torch has no CUDA
+
+    def options(self, timeout: timedelta) -> Any:
+        """See `Accelerator.options`."""
+        options = self._class.Options()
+        options._timeout = timeout
+        return options
+
+    def create(self, store: Any, rank: int, size: int, options: Any) -> Any:
+        """Nonblocking: torch cannot abort a communicator of the other kind while it connects."""
+        options.config.blocking = 0
+        return self._class(store, rank, size, options)
+
+    def connect(self, communicator: Any) -> None:
+        """Sum one number: that waits until all members are connected, and opens the channels that training uses."""
+        where = torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.mem_get_info()[0] < MIN_FREE:
+            torch.cuda.empty_cache()
+        communicator.eager_connect_single_device(where)
+        stream = torch.cuda.Stream()  # beside the training
+        with torch.cuda.stream(stream):
+            one = torch.ones(1, device=where)
+            communicator.allreduce([one]).wait()
+        stream.synchronize()
+
+    def abort(self, communicator: Any) -> None:
+        """See `Accelerator.abort`."""
+        communicator.abort()
+
+    def error(self, communicator: Any) -> str:
+        """What NCCL's watchdog has seen: it only records errors, see `NCCL_ENVIRONMENT`."""
+        found = communicator.get_error()
+        return "" if found.name == "SUCCESS" else f"NCCL reports {found.name}"
+
+    def synchronize(self, *, all_streams: bool = False) -> None:
+        """See `Accelerator.synchronize`."""
+        if torch.cuda.is_initialized():
+            if all_streams:
+                torch.cuda.synchronize()
+            else:
+                torch.cuda.current_stream().synchronize()
+
+    def use_for_new_groups(self, make: Make | None) -> None:
+        """See `Accelerator.use_for_new_groups`."""
+        replaced = self._class if make is None else Factory(self._class, make)
+        dist.distributed_c10d.ProcessGroupNCCL = replaced
+
+
+NCCL: Accelerator = Nccl()
+
+
+def accelerator_for(backend: str) -> Accelerator | None:
+    """The accelerator of a job's back end: `nccl`, or None for `gloo`."""
+    return NCCL if backend == "nccl" else None
+
+
+class Communicators:
+    """The communicators of one generation: of torch's default group, and of the groups that the program makes.
+
+    `abort`, `end` and `error` may be called in any thread.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._prepared: Any = None  # for the default group
+        self._made: list[Any] = []
+        self._aborts: dict[int, threading.Thread] = {}  # by the communicator's id
+
+    @property
+    def backend(self) -> str:
+        """What torch calls this back end."""
+        return self._accelerator.backend
+
+    def prepare(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        """Collective: make the communicator of the default group. Raises what torch raises, also after an abort."""
+        prepared = self._accelerator.create(store, rank, size, self._accelerator.options(timeout))
+        self._made.append(prepared)  # before it connects: an abort must reach it
+        self._accelerator.connect(prepared)
+        self._prepared = prepared
+
+    def use_for_new_groups(self) -> None:
+        """All communicators that torch makes from now on belong to this generation."""
+        self._accelerator.use_for_new_groups(self._make)
+
+    def release(self) -> None:
+        """Torch makes communicators alone again."""
+        self._accelerator.use_for_new_groups(None)
+
+    def _make(self, store: Any, rank: int, size: int, options: Any) -> Any:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            return prepared
+        self._made.append(self._accelerator.create(store, rank, size, options))
+        return self._made[-1]
+
+    def abort(self) -> None:
+        """Abort each in a thread of its own: an abort may wait for another communicator's. To be repeated."""
+        for communicator in [*self._made]:
+            thread = threading.Thread(target=self._abort, args=(communicator,), name="nbelastic-abort", daemon=True)
+            if self._aborts.setdefault(id(communicator), thread) is thread:
+                thread.start()
+
+    def _abort(self, communicator: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # it was never connected, or the device has failed
+            self._accelerator.abort(communicator)
+
+    def end(self, timeout: float) -> bool:
+        """Abort all. Returns whether that was done after `timeout` seconds."""
+        self.abort()
+        until = time.monotonic() + timeout
+        for thread in [*self._aborts.values()]:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in [*self._aborts.values()])
+
+    def error(self) -> str:
+        """The first error that one of them has, or an empty string."""
+        return next(filter(None, map(self._accelerator.error, [*self._made])), "")
