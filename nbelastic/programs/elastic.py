@@ -130,6 +130,7 @@ class _Loop:
             frameworks().check()
             with unchanged_by_ddp(self._state._tensors):
                 value = call()
+            session.finish_gpu_work()  # a collective that was aborted on the GPU may have ended the function
             self._write_final_checkpoint()
             session.succeed(WorkerSucceeded(session.worker, formation.generation))
         except WorldLeft:
