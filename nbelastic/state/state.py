@@ -201,9 +201,10 @@ class State:
 
     def _transfer(self, channel: Channel, formation: Formation) -> None:
         """Send the state, or receive it. A receiver that holds a commit keeps it until the newer one is complete."""
-        session, on_gpu = self._session, channel.device.type == "cuda"
+        session = self._session
         assert session is not None
-        run = call if on_gpu else session.run_abortable  # NCCL's operations belong to this thread's stream
+        # NCCL's operations belong to this thread's stream.
+        run = call if channel.on_accelerator else session.run_abortable
         if not channel.receives:
             outgoing: list[torch.Tensor] = []
             described = describe(self._live(), outgoing)
@@ -211,11 +212,13 @@ class State:
             run(lambda: channel.move_tensors(outgoing))
             return
         facts = session.facts
-        described = run(lambda: channel.move_object(None))
 
         def check_gpu() -> None:
-            if on_gpu:  # an aborted transfer looks complete until the GPU has finished it
+            if channel.on_accelerator:  # an aborted transfer looks complete until the GPU has finished it
                 session.check(channel.device)
+
+        described = run(lambda: channel.move_object(None))
+        check_gpu()
 
         def fill(places: list[torch.Tensor]) -> None:
             held = facts.holds_state

@@ -76,7 +76,7 @@ class Channel:
     """From `root` to `receivers` in the default group: a broadcast if all others receive, else point to point.
 
     Point to point, ranks that are up to date take no part. NCCL would open one communicator per pair, so with NCCL all
-    ranks take part, and those that are up to date receive what they have.
+    ranks take part. Those that are up to date keep nothing of what they receive: an abort leaves garbage there.
     """
 
     def __init__(self, root: int, receivers: Iterable[int], rank: int, world_size: int, device: torch.device) -> None:
@@ -85,10 +85,13 @@ class Channel:
         self._rank = rank
         self.device = device
         self._group = dist.group.WORLD  # now: an abandoned thread must not reach the next generation's group
-        self._all = len(self._receivers) == world_size - 1 or device.type == "cuda"
+        # After an abort such a transfer looks complete.
+        self.on_accelerator = device.type == "cuda" or dist.get_backend(self._group) != "gloo"
+        self._all = len(self._receivers) == world_size - 1 or self.on_accelerator
         self.receives = rank in self._receivers
         self.sends = rank == root
         self.takes_part = self.sends or self.receives or self._all
+        self._unused = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, flat: torch.Tensor) -> list[Any]:
         """Begin to send `flat` (contiguous, on the channel's device), or to receive into it. Returns the works to wait for."""
@@ -116,6 +119,14 @@ class Channel:
             return value
         return from_bytes(body.cpu().numpy().tobytes())
 
+    def _place(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`, or memory of its size that nobody reads. Operations of one group are in order, so all can use the same."""
+        if self.sends or self.receives:
+            return flat
+        if self._unused.numel() < flat.numel():
+            self._unused = torch.empty_like(flat)
+        return self._unused[: flat.numel()]
+
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send these tensors, or receive into them in place: large ones one by one, small ones in buckets."""
         works: list[Any] = []
@@ -123,7 +134,7 @@ class Channel:
         try:
             for bucket in _buckets(tensors):
                 if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self.device:
-                    works += self.begin(bucket[0].detach().view(-1))
+                    works += self.begin(self._place(bucket[0].detach().view(-1).view(torch.uint8)))
                     continue
                 flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self.device)
                 if self.sends:

@@ -102,7 +102,8 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int 
     def record(where: str) -> None:
         values = [(float(p.min()), float(p.max())) for p in model]
         low, high = min(low for low, _ in values), max(high for _, high in values)
-        seen.append((where, os.getpid(), state.step, low == high == state.step, (low, high)))
+        whole = all(value == state.step for pair in values for value in pair)  # `min` passes over NaN
+        seen.append((where, os.getpid(), state.step, whole, (low, high)))
         print("whole" if seen[-1][3] else "TORN", seen[-1], flush=True)
 
     @nbe.elastic

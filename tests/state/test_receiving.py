@@ -162,6 +162,7 @@ def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
 class DyingSender:
     """It describes its state, of the next commit, and is lost when half of the tensors have arrived."""
 
+    on_accelerator = False
     receives, device, move_tensors = True, CPU, BrokenChannel.move_tensors
 
     def __init__(self, sender):
