@@ -3,7 +3,7 @@
 The faults: SIGKILL of one or two members or of a newcomer; SIGSTOP, sometimes with SIGCONT; hosts added, drained or
 removed at once; another maximum. With `--drivers` every second fault is a SIGKILL of the cluster's driver.
 
-At the end every sample of every epoch was used exactly once, and all ranks hold the same bits. The losses are those of
+At the end every sample of every epoch was used exactly once, and all ranks held the same bits after each commit. The losses are those of
 a run without faults and of one process, and no resources were lost. The benchmark prints the goodput: steps per second
 with faults relative to steps per second without, from the first step to the last.
 """
@@ -30,6 +30,7 @@ import psutil
 import nbelastic as nbe
 from nbelastic.protocol.run_folder import RunFolder
 from tests.benchmarks import chaos_program as program
+from tests.support.nccl_double import CLUSTERS
 from tests.support.processes import alive, processes_of
 from tests.support.waiting import until
 
@@ -253,14 +254,16 @@ def storm_through(
     }
 
 
-def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, drivers: bool = False) -> dict[str, Any]:
+def run(
+    faults: int, seed: int, pause: float, epochs: int | None = None, *, drivers: bool = False, **more: Any
+) -> dict[str, Any]:
     """Train through faults, or for `epochs` without; return what was observed, and each rank's results.
 
-    With `drivers` drivers are killed too.
+    With `drivers` drivers are killed too. `more`: options of the cluster.
     """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, mock.patch("nbelastic.client.replacement.MAX_LOSSES", 1_000_000):
-        options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "silence": 3.0 if drivers else 10.0}
+        options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "silence": 3.0 if drivers else 10.0, **more}
         with nbe.Cluster(f"localhost:{WORKERS}", **options) as cluster:
             cluster.wait(WORKERS, timeout=60)
             job = cluster.run(program.train, folder, epochs)
@@ -273,6 +276,7 @@ def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, driv
             results = job.result(timeout=3600)
             texts = [event.text for event in cluster.events]
         found["left running"] = not _all_gone(pids)
+        found["different commits"] = different_commits(Path(folder))
     first = results[0]
     return {
         **found,
@@ -298,6 +302,13 @@ def _all_gone(pids: set[int]) -> bool:
     return False
 
 
+def different_commits(folder: Path) -> list[str]:
+    """The commits of a generation after which two ranks had different bits."""
+    seen: dict[str, str] = {}
+    lines = (line.split() for file in folder.glob("*.commits") for line in file.read_text().splitlines())
+    return sorted({name for name, bits in lines if seen.setdefault(name, bits) != bits})
+
+
 def farthest(curve: list[float], other: list[float]) -> float:
     """Return the greatest relative difference between two curves; infinite if their lengths differ."""
     if len(curve) != len(other):
@@ -309,7 +320,7 @@ def problems(found: dict[str, Any], *curves: list[float]) -> list[str]:
     """Describe each expectation that did not hold."""
     bad = [
         f"{name}: {found[name]}"
-        for name in ("steps lost", "begun again", "left running", "unexplained breaks", "crashes")
+        for name in ("steps lost", "begun again", "left running", "different commits", "unexplained breaks", "crashes")
         if found[name]
     ]
     bad += [f"not {name}" for name in ("used once", "same bits") if not found[name]]
@@ -334,10 +345,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only-faults", action="store_true", help="compare with one process only, without the goodput")
+    parser.add_argument("--nccl", action="store_true", help="on the tests' double of NCCL")
     parser.add_argument("--drivers", action="store_true", help="kill the driver as well")
     options = parser.parse_args()
-    disturbed = run(options.faults, options.seed, options.pause, drivers=options.drivers)
-    quiet = None if options.only_faults else run(0, options.seed, options.pause, disturbed["epochs"])
+    more = CLUSTERS["nccl" if options.nccl else "gloo"]
+    disturbed = run(options.faults, options.seed, options.pause, drivers=options.drivers, **more)
+    quiet = None if options.only_faults else run(0, options.seed, options.pause, disturbed["epochs"], **more)
     alone = program.alone(disturbed["epochs"])
     curves = [alone] if quiet is None else [alone, quiet["curve"]]
     for name, values in (("disturbed", disturbed), ("undisturbed", quiet or {})):

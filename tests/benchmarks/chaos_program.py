@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import struct
 import time
 from pathlib import Path
@@ -51,6 +52,8 @@ def train(folder: str, epochs: int | None = None) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.utils.data import DataLoader
 
+    from nbelastic.worker import session
+
     inputs, targets, model, optimizer = beginning()
     state = nbe.TorchState(
         model=model,
@@ -64,6 +67,7 @@ def train(folder: str, epochs: int | None = None) -> dict[str, Any]:
         first_at=0.0,
     )
     committed = 0  # by this process
+    commits = (Path(folder) / f"{os.getpid()}.commits").open("a", buffering=1)
 
     @nbe.elastic
     def loop(state: Any) -> None:
@@ -95,7 +99,10 @@ def train(folder: str, epochs: int | None = None) -> dict[str, Any]:
                     state.last = state.epoch
                 lost, committed = 0, state.commits + 1
                 time.sleep(SLEEP)
+                bits = digest(model, optimizer)
+                name = f"{session.world().generation}/{state.commits + 1}"
                 state.commit()
+                commits.write(f"{name} {bits}\n")
             odd = (state.used != state.epoch + 1).nonzero().flatten().tolist()
             assert not odd, f"in epoch {state.epoch} samples {odd[:5]} were not used exactly once"
             if state.epoch == state.last:

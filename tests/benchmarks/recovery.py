@@ -26,6 +26,7 @@ import psutil
 import nbelastic as nbe
 from tests.benchmarks import programs
 from tests.process.training import lines_in as steps_in
+from tests.support.nccl_double import CLUSTERS
 from tests.support.processes import driver_pid
 
 Step = dict[str, Any]
@@ -64,12 +65,16 @@ def start_once() -> float:
 
 
 def faults(
-    sig: signal.Signals, count: int, pause: float, program: Callable[[str, int], int] = programs.record_steps
+    sig: signal.Signals,
+    count: int,
+    pause: float,
+    program: Callable[[str, int], int] = programs.record_steps,
+    **options: Any,
 ) -> dict[str, list[float]]:
     """Signal random ranks of a world of N, one after the other; return times to the next step and to full size."""
     found: dict[str, list[float]] = {"next": [], "full": [], "lost": []}
     victims = []
-    with training(f"localhost:{N}", program, min=1, max=N) as (cluster, folder):
+    with training(f"localhost:{N}", program, min=1, max=N, **options) as (cluster, folder):
         for number in range(count):
             cluster.wait(N, timeout=30)
             time.sleep(pause)
@@ -225,6 +230,7 @@ def cases(part: int) -> Cases:
     return {
         "start": lambda: {"first step": [start_once() for _ in range(max(2, 7 // part))]},
         "kill": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7),
+        "kill-nccl": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7, **CLUSTERS["nccl"]),  # the tests' double
         "stop": lambda: faults(signal.SIGSTOP, max(3, 20 // part), 0.7),
         "planned": lambda: planned(max(3, 15 // part)),
         "memory": memory,

@@ -11,18 +11,34 @@ import pytest
 import nbelastic as nbe
 from tests.process import programs
 from tests.process.training import Training
+from tests.support.nccl_double import CLUSTERS
 from tests.support.processes import alive, processes_of
 from tests.support.waiting import until
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that is marked `on_both`, and makes a cluster, runs on the double of NCCL as well."""
+    mark = metafunc.definition.get_closest_marker("on_both")
+    if mark is not None and not mark.kwargs.get("never") and "backend" in metafunc.fixturenames:
+        marks = () if mark.kwargs.get("always") else pytest.mark.soak
+        metafunc.parametrize("backend", ["gloo", pytest.param("nccl", marks=marks)], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest) -> str:
+    """Of the clusters that a test makes."""
+    return getattr(request, "param", "gloo")
+
+
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
+def make(tmp_path: Path, backend: str) -> Iterator[Callable[..., nbe.Cluster]]:
     """Start clusters. At the end the fixture stops them, and waits until all their processes have ended."""
     started: list[nbe.Cluster] = []
     pids: set[int] = set()
 
     def start(hosts: str | None = "localhost:3", **options: Any) -> nbe.Cluster:
-        options = {"cooldown": (0, 0), "stop_timeout": 5, "log_dir": tmp_path / f"logs{len(started)}", **options}
+        logs = tmp_path / f"logs{len(started)}"
+        options = {"cooldown": (0, 0), "stop_timeout": 5, "log_dir": logs, **CLUSTERS[backend], **options}
         wait = options.pop("wait", True)
         cluster = nbe.Cluster(hosts, **options)
         started.append(cluster)

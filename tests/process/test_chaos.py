@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.benchmarks import chaos, chaos_program
+from tests.support.nccl_double import CLUSTERS
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("drivers", [False, True])
-def test_random_faults_lose_nothing(drivers):
+@pytest.mark.parametrize(("backend", "drivers"), [("gloo", False), ("gloo", True), ("nccl", False)])
+def test_random_faults_lose_nothing(backend, drivers):
     """After fifteen random faults, each sample was used once per epoch, and ranks and losses are as without faults.
 
     Faults are kills, stops, joins and removals; with `drivers`, also kills of the driver, even while it takes over.
     """
-    found = chaos.run(faults=15, seed=1, pause=0.5, drivers=drivers)
+    found = chaos.run(faults=15, seed=1, pause=0.5, drivers=drivers, **CLUSTERS[backend])
     assert found["faults"] == 15
     assert chaos.problems(found, chaos_program.alone(found["epochs"])) == []

@@ -11,17 +11,21 @@ import pytest
 import nbelastic as nbe
 from tests.process import interrupted_transfer
 from tests.process.training import by_rank
+from tests.support.nccl_double import CLUSTERS
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.on_both
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, backend):
     """Four workers, each replaced when it is lost; the tests use the cluster one after another."""
     options = {
         "min": 1,
         "max": interrupted_transfer.SIZE,
         "cooldown": (0, 0),
         "log_dir": tmp_path_factory.mktemp("logs"),
+        **CLUSTERS[backend],
     }
     with nbe.Cluster(f"localhost:{interrupted_transfer.SIZE}", **options) as one:
         yield one

@@ -16,6 +16,8 @@ from tests.process.training import by_rank
 from tests.support.processes import alive, driver_pid
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.on_both
+
 
 def events(training, kind):
     return [event for event in training.cluster.events if event.kind == kind]
@@ -26,6 +28,7 @@ def deaths(training):
     return [event for event in events(training, "worker-lost") if f"exit code {HUNG}" not in event.text]
 
 
+@pytest.mark.on_both(always=True)
 @pytest.mark.parametrize(
     ("which", "sig"),
     [(0, signal.SIGKILL), (-1, signal.SIGKILL), (1, signal.SIGSEGV)],
@@ -94,6 +97,7 @@ def test_a_worker_ends_itself(make, tmp_path):
     assert any("exit code 3" in event.text for event in cluster.events if event.kind == "worker-lost")
 
 
+@pytest.mark.on_both(always=True)
 def test_two_die_at_once(trains):
     """When two of four workers are killed at once, one recovery is enough, and four train again."""
     training = trains("localhost:4", min=1, max=4)
@@ -105,6 +109,7 @@ def test_two_die_at_once(trains):
     assert len(training.finish()) == 4
 
 
+@pytest.mark.on_both(always=True)
 def test_one_dies_during_the_recovery_from_another(trains):
     """A second loss may come at any moment of a recovery: while ranks wait, form or receive the state."""
     training = trains("localhost:4", min=1, max=4)
@@ -291,6 +296,7 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
     assert replaced == [f"{asleep} did not leave generation {left} while others waited"]
 
 
+@pytest.mark.on_both(never=True)  # NCCL's abort leaves no rank asleep
 def test_the_last_holder_of_the_state_hangs(trains):
     """One of two ranks is lost, the other hangs: the successor of the hung one resumes from its state and commit."""
     training = trains("localhost:2", program=programs.train_and_hang, min=1, max=2)

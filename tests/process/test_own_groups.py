@@ -4,10 +4,14 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 import nbelastic as nbe
 from tests.process import programs
 from tests.process.training import Training
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.on_both
 
 
 def meet_in_groups(folder):

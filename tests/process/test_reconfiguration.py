@@ -12,6 +12,8 @@ from tests.process.training import Training
 from tests.support.processes import alive
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.on_both
+
 
 def texts(cluster, kind):
     return [event.text for event in cluster.events if event.kind == kind]
@@ -24,6 +26,7 @@ def never_broken(training):
     return True
 
 
+@pytest.mark.on_both(always=True)
 def test_a_host_joins_and_leaves(trains):
     """An added host joins as soon as it is ready; a removed one leaves at a commit, and its workers exit cleanly."""
     training = trains("localhost:2", min=1)

@@ -11,16 +11,20 @@ import pytest
 import nbelastic as nbe
 from tests.process import sharded_training
 from tests.process.training import Training, by_rank
+from tests.support.nccl_double import CLUSTERS
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.on_both
 SAME = 1e-9  # relative, in double precision; the order in which gradients are added differs with the world
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, backend):
     """Two hosts with two workers each, for one test after another."""
     logs = tmp_path_factory.mktemp("logs")
-    with nbe.Cluster("localhost:2,127.0.0.2:2", min=1, max=4, cooldown=(0, 0), log_dir=logs) as one:
+    with nbe.Cluster(
+        "localhost:2,127.0.0.2:2", min=1, max=4, cooldown=(0, 0), log_dir=logs, **CLUSTERS[backend]
+    ) as one:
         yield one
 
 
@@ -163,6 +167,7 @@ def test_all_but_one_die_at_once(trains):
     assert max(lost_steps(training).values()) <= 1
 
 
+@pytest.mark.on_both(never=True)  # NCCL's abort leaves no rank asleep
 def test_the_only_rank_that_is_left_hangs(trains):
     """It writes what it holds of all shards to disk, and ends; a worker of its host goes on with that."""
     training = trains()

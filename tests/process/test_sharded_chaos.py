@@ -11,6 +11,7 @@ import pytest
 import nbelastic as nbe
 from tests.process import sharded_training
 from tests.process.training import Training, by_rank
+from tests.support.nccl_double import CLUSTERS
 from tests.support.waiting import until
 
 FAULTS = 50  # in each of two tests
@@ -18,14 +19,16 @@ FAULTS = 50  # in each of two tests
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
+@pytest.mark.on_both
 @pytest.mark.parametrize("every", [1, 4])
-def test_random_faults_change_no_weight(tmp_path, every):
+def test_random_faults_change_no_weight(tmp_path, backend, every):
     """Kills, hosts that leave and hosts that come, from 2 to 5 ranks: the weights are those of an undisturbed training.
 
     Each step's global batch is fixed, so each sample was used once per epoch.
     """
     chance, kills, changes, in_a_row = random.Random(every), 0, 0, 0
-    with nbe.Cluster("localhost:3,127.0.0.2:2", min=1, max=5, cooldown=(0, 0), log_dir=tmp_path / "logs") as cluster:
+    options = {"cooldown": (0, 0), "log_dir": tmp_path / "logs", **CLUSTERS[backend]}
+    with nbe.Cluster("localhost:3,127.0.0.2:2", min=1, max=5, **options) as cluster:
         training = Training(cluster, tmp_path / "steps", sharded_training.train, every=every)
         training.wait_for_world(5)
         while kills < FAULTS:

@@ -6,16 +6,20 @@ import nbelastic as nbe
 from tests.process import sharded_exchanges, sharded_features, sharded_parts
 from tests.process.sharded_features import FULL_AT, KILL_AT, LESS_AT, SIZE
 from tests.process.sharded_parts import COMPILED, MESHES, PARTS
+from tests.support.nccl_double import CLUSTERS
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.on_both
 LAST = "127.0.0.2"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, backend):
     """Two hosts with two workers each; the tests use the cluster one after another."""
     logs = tmp_path_factory.mktemp("logs")
-    with nbe.Cluster(f"localhost:2,{LAST}:2", min=1, max=SIZE, cooldown=(0, 0), log_dir=logs) as one:
+    with nbe.Cluster(
+        f"localhost:2,{LAST}:2", min=1, max=SIZE, cooldown=(0, 0), log_dir=logs, **CLUSTERS[backend]
+    ) as one:
         yield one
 
 

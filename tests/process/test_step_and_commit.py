@@ -9,6 +9,7 @@ import nbelastic as nbe
 from tests.process import programs
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.on_both
 RATE = 0.5
 
 

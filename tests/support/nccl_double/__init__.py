@@ -17,3 +17,13 @@ What is faithful:
 What is not: a work blocks the CPU in `wait`, as the CPU reads its tensors at once. And point-to-point operations are never
 coalesced: torch does that only for its own class of groups.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+# What a cluster is made with, by the back end.
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "gloo": {},
+    "nccl": {"backend": "nccl", "preload": ["tests.support.nccl_double.install"]},
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,33 +13,40 @@ from tests.support.nccl_double.group import NAME, NcclDouble
 
 
 class Double:
+    """The options of a communicator are the timeout of its collectives."""
+
     backend = NAME
 
-    def create(self, store: Any, rank: int, size: int, timeout: timedelta) -> NcclDouble:
-        return NcclDouble(store, rank, size, timeout, blocking=False)
+    def options(self, timeout: timedelta) -> timedelta:
+        return timeout
 
-    def connect(self, backend: NcclDouble) -> None:
-        backend.communicator.connect()
+    def create(self, store: Any, rank: int, size: int, options: timedelta) -> NcclDouble:
+        return NcclDouble(store, rank, size, options, blocking=False)
 
-    def abort(self, backend: NcclDouble) -> None:
-        backend.abort()
+    def connect(self, communicator: NcclDouble) -> None:
+        communicator.communicator.connect()
 
-    def error(self, backend: NcclDouble) -> str:
-        return backend.communicator.error
+    def abort(self, communicator: NcclDouble) -> None:
+        communicator.abort()
 
-    def synchronize(self) -> None:
+    def error(self, communicator: NcclDouble) -> str:
+        return communicator.communicator.error
+
+    def synchronize(self, *, all_streams: bool = False) -> None:
         for communicator in [*live]:
             communicator.synchronize()
 
+    def use_for_new_groups(self, make: Callable[[Any, int, int, Any], Any] | None) -> None:
+        register(make or make_blocking)
+
 
 def make_blocking(store: Any, rank: int, size: int, timeout: timedelta) -> NcclDouble:
-    """What torch calls for a new group: with NCCL's default settings no abort reaches it before it is connected."""
-    group = NcclDouble(store, rank, size, timeout, blocking=True)
-    group.communicator.connect()
-    return group
+    """What torch does alone: with NCCL's default settings no abort reaches a communicator that connects."""
+    return NcclDouble(store, rank, size, timeout, blocking=True)
 
 
-def register() -> None:
-    """Make the name of the double known to torch."""
+def register(make: Callable[[Any, int, int, Any], Any] = make_blocking) -> None:
+    """Make the name of the double known to torch, which calls `make` for each group."""
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, make_blocking, devices=["cpu"])
+        dist.Backend.register_backend(NAME, make, devices=["cpu"])
+    dist.Backend._plugins[NAME.upper()] = dist.Backend._BackendPlugin(make, extended_api=False)

@@ -73,6 +73,7 @@ class Communicator:
         self._store, self._timeout = store, timeout
         self._mesh = Mesh(rank, size, blocking=blocking)
         self._can_abort = not blocking  # torch knows a communicator only when it is connected, if that blocks
+        self._is_connected = False
         self._mutex = threading.Lock()  # for new works, and for the watchdog
         self._aborting = threading.Lock()
         self._aborted, self._freed = threading.Event(), threading.Event()
@@ -87,6 +88,8 @@ class Communicator:
 
     def connect(self) -> None:
         """Collective. Raises DistBackendError if it is aborted, or if two ranks use one GPU."""
+        if self._aborted.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted")
         live.add(self)
         try:
             self._mesh.connect(self._store)
@@ -97,12 +100,14 @@ class Communicator:
             self._free()
             self._mesh.close()
             raise
-        self._can_abort = True
+        self._can_abort = self._is_connected = True
         for loop, name in ((self._run_stream, "stream"), (self._watch, "watchdog")):
             threading.Thread(target=loop, name=f"nccl-{name}", daemon=True).start()
 
     def enqueue(self, task: Task, outputs: Sequence[torch.Tensor], timeout: timedelta | None = None) -> Work:
-        """Begin a work. DistBackendError if this communicator was aborted."""
+        """Begin a work; first connect, if it is the first one. DistBackendError if this communicator was aborted."""
+        if not self._is_connected:
+            self.connect()
         if self._aborted.is_set() or self._freed.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
         work = Work(task, outputs, timeout or self._timeout)
@@ -131,7 +136,7 @@ class Communicator:
 
     def shutdown(self) -> None:
         """Wait for all works, and for all peers to do the same: it hangs if one is lost, until an abort."""
-        if self._aborted.is_set() or self._freed.is_set():
+        if self._aborted.is_set() or self._freed.is_set() or not self._is_connected:
             return
         everybody = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in range(self._mesh.size)]
         del everybody[self._mesh.rank]

@@ -88,7 +88,13 @@ class NcclDouble(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         root, (tensor,) = opts.rootRank, tensors
-        return self._begin(lambda mesh: [coll.broadcast(mesh, coll.flat(tensor), root)], tensors, opts)
+        outputs = [] if self.rank() == root else tensors  # the root's tensor is only read
+
+        def task(mesh: Mesh) -> Tensors:
+            data = coll.broadcast(mesh, coll.flat(tensor), root)
+            return [data] if outputs else []
+
+        return self._begin(task, outputs, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         def task(mesh: Mesh) -> Tensors:

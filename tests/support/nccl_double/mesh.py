@@ -41,10 +41,13 @@ class Mesh:
         self._blocking = blocking  # then no abort reaches `connect`
         self._peers: dict[int, socket.socket] = {}
         self._is_aborted = threading.Event()
-        self._wakes = os.eventfd(0)
+        self._lock = threading.Lock()
+        self._wakes = -1  # an eventfd, from `connect` to `close`
 
     def connect(self, store: Any) -> None:
         """Collective. RuntimeError if two ranks use the same GPU."""
+        with self._lock:
+            self._wakes = os.eventfd(int(self._is_aborted.is_set()))
         with socket.create_server((_address(), 0), backlog=self.size) as listener:
             host, port = listener.getsockname()[:2]
             if self.rank == 0:
@@ -159,13 +162,19 @@ class Mesh:
 
     def abort(self) -> None:
         """End what waits in any thread, with Aborted."""
-        self._is_aborted.set()
-        os.eventfd_write(self._wakes, 1)
+        with self._lock:
+            self._is_aborted.set()
+            if self._wakes >= 0:
+                os.eventfd_write(self._wakes, 1)
 
     def close(self) -> None:
         """Close the connections: nothing waits in them any more."""
         for connection in self._peers.values():
             connection.close()
+        with self._lock:
+            if self._wakes >= 0:
+                os.close(self._wakes)
+            self._wakes = -1
 
 
 def _queues(transfers: Iterable[Transfer]) -> dict[int, deque[memoryview]]:
@@ -194,5 +203,5 @@ def gpu() -> str:
 
 def _address() -> str:
     """Of NCCL's interface, as its environment says."""
-    name = os.environ.get("NCCL_SOCKET_IFNAME", "lo").removeprefix("=")
+    name = os.environ.get("NCCL_SOCKET_IFNAME", "lo").removeprefix("=") or "lo"
     return next(one.address for one in psutil.net_if_addrs()[name] if one.family == socket.AF_INET)
