@@ -22,7 +22,6 @@ from nbelastic.state.step_watch import StepWatch
 from nbelastic.state.tensor_snapshot import TensorSnapshot
 from nbelastic.state.transfer import (
     Channel,
-    call,
     check_plain,
     compare,
     describe,
@@ -191,8 +190,15 @@ class State:
         if formation.receivers:
             if self._contents.layout.changed():
                 self._survey()
-            device = self._contents.device()
-            channel = Channel(formation.root, formation.receivers, formation.rank, formation.world_size, device)
+            device, check = self._contents.device(), self._session.check
+            channel = Channel(
+                formation.root,
+                formation.receivers,
+                formation.rank,
+                formation.world_size,
+                device,
+                check=lambda: check(device),
+            )
             if channel.takes_part:
                 self._transfer(channel, formation)
         if self.commits == 0:  # how the program commits is not known yet
@@ -203,27 +209,20 @@ class State:
         """Send the state, or receive it. A receiver that holds a commit keeps it until the newer one is complete."""
         session = self._session
         assert session is not None
-        # NCCL's operations belong to this thread's stream.
-        run = call if channel.on_accelerator else session.run_abortable
+        run, facts = session.run_abortable, session.facts
+        session.finish_gpu_work()  # a thread has a stream of its own
         if not channel.receives:
             outgoing: list[torch.Tensor] = []
             described = describe(self._live(), outgoing)
             run(lambda: channel.move_object(described))
             run(lambda: channel.move_tensors(outgoing))
             return
-        facts = session.facts
-
-        def check_gpu() -> None:
-            if channel.on_accelerator:  # an aborted transfer looks complete until the GPU has finished it
-                session.check(channel.device)
-
         described = run(lambda: channel.move_object(None))
-        check_gpu()
 
         def fill(places: list[torch.Tensor]) -> None:
             held = facts.holds_state
             try:
-                receive(channel, places, facts, run, formation.local_size, check=check_gpu)
+                receive(channel, places, facts, run, formation.local_size)
             except BaseException:
                 if held and self._tensors.keep:  # the copies are those of the commit that it held
                     self.undo()

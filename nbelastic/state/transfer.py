@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from nbelastic.state.memory import fits
 from nbelastic.state.tensor_snapshot import copy_all
 from nbelastic.worker.worker_report import WorkerFacts
 
-R = TypeVar("R")
-
 LARGE = 1 << 20  # bytes; a larger tensor is sent by itself, without a bucket
+PIECE = 32 << 20  # bytes; a receiver on an accelerator passes on one piece while it receives the next
+PACKED = 256 << 20  # bytes of packed tensors after which they are unpacked, so that they take no more memory
+CPU = torch.device("cpu")
 TENSOR = "\0tensor"  # a description has (TENSOR, index, shape, dtype, device type) in place of each tensor
 
 
@@ -73,80 +74,148 @@ def _is_placeholder(value: Any) -> bool:
 
 
 class Channel:
-    """From `root` to `receivers` in the default group: a broadcast if all others receive, else point to point.
+    """From `root` to `receivers` in the default group. Ranks that are up to date take no part.
 
-    Point to point, ranks that are up to date take no part. NCCL would open one communicator per pair, so with NCCL all
-    ranks take part. Those that are up to date keep nothing of what they receive: an abort leaves garbage there.
+    Gloo broadcasts if all others receive, else the root sends to each. An accelerator's operations are sent from rank to
+    rank, each receiver passing on what has arrived: an abort leaves garbage in the output of a broadcast, and live tensors
+    of ranks that need nothing are no output here. Gloo cannot send GPU tensors point to point, so it sends copies of them.
+
+    `check()` waits for the device and raises if the generation is over: before, nothing that an accelerator has received is
+    used.
     """
 
-    def __init__(self, root: int, receivers: Iterable[int], rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        root: int,
+        receivers: Iterable[int],
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
         self._root = root
         self._receivers = tuple(receivers)
-        self._rank = rank
         self.device = device
+        self._check = check
         self._group = dist.group.WORLD  # now: an abandoned thread must not reach the next generation's group
-        # After an abort such a transfer looks complete.
-        self.on_accelerator = device.type == "cuda" or dist.get_backend(self._group) != "gloo"
-        self._all = len(self._receivers) == world_size - 1 or self.on_accelerator
         self.receives = rank in self._receivers
         self.sends = rank == root
-        self.takes_part = self.sends or self.receives or self._all
-        self._unused = torch.empty(0, dtype=torch.uint8)
+        self.takes_part = self.sends or self.receives
+        self._all = len(self._receivers) == world_size - 1
+        self._wire = device if self._on_accelerator(device) else CPU
+        order = (root, *self._receivers)
+        at = order.index(rank) if self.takes_part else 0
+        self._before, self._after = order[max(0, at - 1)], order[at + 1 : at + 2]
+        self._to_pass_on: torch.Tensor | None = None  # what has arrived last
+
+    def _on_accelerator(self, device: torch.device) -> bool:
+        """Whether operations on tensors of this device end later, and end without an error after an abort."""
+        return bool(self._group._get_backend(device).name() != "gloo")
 
     def begin(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to send `flat` (contiguous, on the channel's device), or to receive into it. Returns the works to wait for."""
+        """Begin to send `flat` (contiguous, where the channel sends), or to receive into it. Returns the works to wait for."""
         flat = flat.view(torch.uint8)  # gloo does not support all types of numbers
+        if self._on_accelerator(flat.device):
+            return [work for piece in flat.split(PIECE) for work in self._pass_on(piece)]
         if self._all:
             return [dist.broadcast(flat, self._root, group=self._group, async_op=True)]
         if self.sends:
             return [dist.isend(flat, rank, group=self._group) for rank in self._receivers]
         return [dist.irecv(flat, self._root, group=self._group)] if self.receives else []
 
+    def _pass_on(self, piece: torch.Tensor | None) -> list[Any]:
+        """Receive `piece` and, at the same time, send what arrived before it to the next rank."""
+        operations = []
+        outgoing = piece if self.sends else self._to_pass_on
+        if self.receives:
+            self._to_pass_on = piece
+            if piece is not None:
+                operations.append(dist.P2POp(dist.irecv, piece, self._before, self._group))
+        if outgoing is not None:
+            operations += [dist.P2POp(dist.isend, outgoing, rank, self._group) for rank in self._after]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def _finish(self, works: list[Any]) -> None:
+        """Wait for all `works`, and for what is still to be passed on. On an accelerator they may end later."""
+        works += self._pass_on(None)
+        wait_for_all(works)
+
     def move(self, flat: torch.Tensor) -> None:
         """Send `flat`, or receive into it."""
-        wait_for_all(self.begin(flat))
+        self._finish(self.begin(flat))
+        if self._on_accelerator(flat.device):
+            self._check()
 
     def move_object(self, value: Any) -> Any:
         """Send `value` and return it, or return what the root sent. StateError if it holds more than plain data."""
-        data = torch.empty(0, dtype=torch.uint8)
-        if self.sends:
-            data = torch.frombuffer(to_bytes(value), dtype=torch.uint8)
-        length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
+        body = torch.frombuffer(to_bytes(value), dtype=torch.uint8) if self.sends else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([body.numel()])
         self.move(length)
-        body = data.to(self.device) if self.sends else torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if not self.sends:
+            body = torch.empty(int(length), dtype=torch.uint8)
         self.move(body)
-        if self.sends:
-            return value
-        return from_bytes(body.cpu().numpy().tobytes())
-
-    def _place(self, flat: torch.Tensor) -> torch.Tensor:
-        """`flat`, or memory of its size that nobody reads. Operations of one group are in order, so all can use the same."""
-        if self.sends or self.receives:
-            return flat
-        if self._unused.numel() < flat.numel():
-            self._unused = torch.empty_like(flat)
-        return self._unused[: flat.numel()]
+        return value if self.sends else from_bytes(body.numpy().tobytes())
 
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send these tensors, or receive into them in place: large ones one by one, small ones in buckets."""
         works: list[Any] = []
-        packed = []
+        packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        size = 0
         try:
             for bucket in _buckets(tensors):
-                if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self.device:
-                    works += self.begin(self._place(bucket[0].detach().view(-1).view(torch.uint8)))
+                if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self._wire:
+                    works += self.begin(bucket[0].detach().view(-1))
                     continue
-                flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self.device)
+                flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self._wire)
                 if self.sends:
-                    torch.cat([t.reshape(-1).to(self.device) for t in bucket], out=flat)
+                    _pack(bucket, flat)
                 works += self.begin(flat)
                 packed.append((flat, bucket))
+                size += flat.nbytes
+                if size >= PACKED:
+                    self._finish_packed(works, packed)
+                    size = 0
+            self._finish_packed(works, packed)
         finally:
             wait_for_all(works)
-        if self.receives:
-            for flat, bucket in packed:
-                for piece, tensor in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True):
-                    tensor.copy_(piece.view(tensor.shape))
+        if self._on_accelerator(self._wire):
+            self._check()
+
+    def _finish_packed(self, works: list[Any], packed: list[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
+        begun = [*works]
+        works.clear()  # each of them allows only one wait
+        self._finish(begun)
+        for flat, bucket in packed:
+            if self.receives:
+                _unpack(flat, bucket)
+        packed.clear()
+
+
+def _pack(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy the tensors into `flat`: those of another device all at once."""
+    if len(bucket) == 1:
+        flat.view(bucket[0].shape).copy_(bucket[0].detach())
+        return
+    elsewhere = [t for t in bucket if t.device != flat.device]
+    if elsewhere:
+        moved = torch.cat([t.detach().reshape(-1) for t in elsewhere]).to(flat.device)
+        parts = iter(moved.split([t.numel() for t in elsewhere]))
+        bucket = [next(parts) if t.device != flat.device else t for t in bucket]
+    torch.cat([t.detach().reshape(-1) for t in bucket], out=flat)
+
+
+def _unpack(flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+    """The inverse of `_pack`."""
+    pieces = flat.split([t.numel() for t in bucket])
+    pairs = [(piece.view(t.shape), t) for piece, t in zip(pieces, bucket, strict=True)]
+    elsewhere = [(piece, t) for piece, t in pairs if t.device != flat.device]
+    pairs = [(piece, t) for piece, t in pairs if t.device == flat.device]
+    if elsewhere:
+        where = elsewhere[0][1].device
+        moved = torch.cat([piece.reshape(-1) for piece, _ in elsewhere]) if len(elsewhere) > 1 else elsewhere[0][0].view(-1)
+        parts = moved.to(where).split([t.numel() for _, t in elsewhere])
+        pairs += [(part.view(t.shape), t) for part, (_, t) in zip(parts, elsewhere, strict=True)]
+    copy_all([piece for piece, _ in pairs], to=[t for _, t in pairs])
 
 
 def to_bytes(value: Any) -> bytearray:
@@ -167,36 +236,26 @@ def from_bytes(data: bytes) -> Any:
         raise _not_plain(error) from None
 
 
-def call(task: Callable[[], R]) -> R:
-    """Run `task` in this thread."""
-    return task()
-
-
 def receive(
     channel: Channel,
     places: list[torch.Tensor],
     facts: WorkerFacts,
     run: Callable[[Callable[[], None]], None],
     processes: int,
-    *,
-    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Receive into `places`. A rank that holds a state now receives into new memory first, if there is enough of it.
 
     `facts.holds_state` becomes False before the tensors are a mixture of two commits. `run` runs a transfer in a thread
-    that may be abandoned. `processes` processes of this machine may receive at the same time. `check` raises if the
-    received data is not valid.
+    that may be abandoned. `processes` processes of this machine may receive at the same time.
     """
     received = _allocate_like(places) if facts.holds_state and fits(places, channel.device, processes) else None
     if received is not None:
         run(lambda: channel.move_tensors(received))
-        check()
         facts.holds_state = False  # until all of them are in place
         copy_all(received, to=places)
     else:
         facts.holds_state = False
         channel.move_tensors(places)
-        check()
 
 
 def _allocate_like(places: list[torch.Tensor]) -> list[torch.Tensor] | None:
