@@ -128,7 +128,8 @@ class _Loop:
         try:
             self._enter(formation, offer, again)
             frameworks().check()
-            with unchanged_by_ddp(self._state._tensors):
+            contents, tensors = self._state._contents, self._state._tensors
+            with unchanged_by_ddp(contents, tensors, lambda: session.check(contents.device())):
                 value = call()
             session.finish_gpu_work()  # a collective that was aborted on the GPU may have ended the function
             self._write_final_checkpoint()

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from nbelastic.state.contents import Contents
 from nbelastic.state.tensor_snapshot import TensorSnapshot
 
 
 @contextlib.contextmanager
-def unchanged_by_ddp(tensors: TensorSnapshot) -> Iterator[None]:
-    """Inside this context, DDP's constructor does not count as a change: it sends rank 0's values, which all ranks have.
+def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callable[[], object]) -> Iterator[None]:
+    """Inside this context, DDP's constructor sends nothing of a module that is in the state: all ranks have the same.
 
-    Without this, each change of the world would look like parameters changed by hand, which commits have to copy.
+    It sends rank 0's values of any other module, into the live tensors. On an accelerator an abort leaves garbage there,
+    and no error: then `check()` raises, and the tensors count as changed.
     """
     original = DistributedDataParallel.__init__
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
         with tensors.unchanged():
-            original(*args, **kwargs)
+            if _is_in(contents, given.arguments.get("module")):
+                given.arguments["init_sync"] = False
+            original(*given.args, **given.kwargs)
+            check()
 
     DistributedDataParallel.__init__ = patched
     try:
         yield
     finally:
         DistributedDataParallel.__init__ = original
+
+
+def _is_in(contents: Contents, module: Any) -> bool:
+    """Whether the state has all parameters and buffers of this module."""
+    if not isinstance(module, Module):
+        return False
+    buffers = {id(buffer) for _, _, buffer in contents.buffers()}
+    return all(p in contents.names for p in module.parameters()) and all(id(b) in buffers for b in module.buffers())

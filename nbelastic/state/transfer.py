@@ -91,6 +91,7 @@ class Channel:
         rank: int,
         world_size: int,
         device: torch.device,
+        *,
         check: Callable[[], object] = lambda: None,
     ) -> None:
         self._root = root
@@ -212,7 +213,9 @@ def _unpack(flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
     pairs = [(piece, t) for piece, t in pairs if t.device == flat.device]
     if elsewhere:
         where = elsewhere[0][1].device
-        moved = torch.cat([piece.reshape(-1) for piece, _ in elsewhere]) if len(elsewhere) > 1 else elsewhere[0][0].view(-1)
+        moved = (
+            torch.cat([piece.reshape(-1) for piece, _ in elsewhere]) if len(elsewhere) > 1 else elsewhere[0][0].view(-1)
+        )
         parts = moved.to(where).split([t.numel() for _, t in elsewhere])
         pairs += [(part.view(t.shape), t) for part, (_, t) in zip(parts, elsewhere, strict=True)]
     copy_all([piece for piece, _ in pairs], to=[t for _, t in pairs])

@@ -11,6 +11,8 @@ from torch import nn
 from nbelastic import StateError, TorchState
 from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.tensor_snapshot import ALIGNMENT, _allocate
+from nbelastic.worker.interrupts import WorldAborted
+from nbelastic.worker.process_group import collectives
 from tests.state.training import backward, copies, network, step, weights
 
 
@@ -93,14 +95,16 @@ def test_a_tensor_that_changes_outside_an_optimizer_is_named(group, begun, capsy
 
 
 def test_wrapping_the_model_does_not_change_it(group, begun, capsys):
-    """DistributedDataParallel's constructor writes the same values to the parameters: the state stays clean."""
+    """DistributedDataParallel's constructor sends nothing of a model in the state, and does not count as a change."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
     state.commit()
     for _ in range(2):
-        with unchanged_by_ddp(state._tensors):
-            ddp = nn.parallel.DistributedDataParallel(model)
+        before = collectives()
+        with wrapping(state):
+            ddp = nn.parallel.DistributedDataParallel(model, init_sync=True)
+        assert collectives() == before
         assert state.clean
         step(ddp, optimizer)
         state.commit()
@@ -108,10 +112,35 @@ def test_wrapping_the_model_does_not_change_it(group, begun, capsys):
     assert (copies(state), capsys.readouterr().err) == (0, "")
     with torch.no_grad():
         model.bias.add_(1)
-    with unchanged_by_ddp(state._tensors):
+    with wrapping(state):
         ddp = nn.parallel.DistributedDataParallel(model)
     assert not state.clean
     del ddp
+
+
+def wrapping(state, check=lambda: None):
+    return unchanged_by_ddp(state._contents, state._tensors, check)
+
+
+def test_a_model_with_more_than_the_state_has_is_sent_and_checked(group, begun):
+    """The constructor sends the values of a layer that is not in the state. If an abort cut that off, the state is not clean."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    step(model, optimizer)
+    state.commit()
+    larger = nn.Sequential(model, nn.Linear(2, 2))
+    before = collectives()
+    with wrapping(state):
+        nn.parallel.DistributedDataParallel(larger)
+    assert collectives() > before
+    assert state.clean
+
+    def aborted():
+        raise WorldAborted
+
+    with wrapping(state, aborted), pytest.raises(WorldAborted):
+        nn.parallel.DistributedDataParallel(larger)
+    assert not state.clean
 
 
 def test_averaged_weights_updated_after_the_step_need_no_copies(group, begun):
