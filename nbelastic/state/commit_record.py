@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbelastic.state import optimizers, rng
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import Buffer, Contents
+from nbelastic.state.grad_scaler import RecordedScaler, is_grad_scaler
 
 
 class CommitRecord:
@@ -13,7 +14,9 @@ class CommitRecord:
     def __init__(self, contents: Contents, buffers: list[Buffer], *, with_entries: bool) -> None:
         self._contents = contents
         self._buffers = buffers
-        self._small = {name: frozen_value(name, value) for name, value in contents.small().items()}
+        scalers = {name for name, value in contents.values.items() if is_grad_scaler(value)}
+        self._small = {name: frozen_value(name, value) for name, value in contents.small(without=scalers).items()}
+        self._scalers = [RecordedScaler(contents.values[name]) for name in scalers]
         self._settings = [optimizers.settings(optimizer) for optimizer in contents.optimizers()]
         self._entries = [optimizers.entries(optimizer) for optimizer in contents.optimizers()] if with_entries else []
         self._random = rng.get_states()
@@ -25,6 +28,8 @@ class CommitRecord:
     def restore_small(self) -> None:
         """Small values, and the buffers that models had; not the contents of those."""
         self._contents.set_small(self._small)
+        for scaler in self._scalers:
+            scaler.restore()
         for own, key, tensor in self._buffers:
             own[key] = tensor
 

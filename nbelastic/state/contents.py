@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -82,12 +82,12 @@ class Contents:
         """Where the parameters are."""
         return next((t.device for t in self.names), torch.device("cpu"))
 
-    def small(self) -> dict[str, Any]:
-        """Counters, and the `state_dict()` of values that have one, by name."""
+    def small(self, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """Counters, and the `state_dict()` of values that have one, by name. `without`: names to leave out."""
         return {
             name: value.state_dict() if hasattr(value, "load_state_dict") else value
             for name, value in self.values.items()
-            if not isinstance(value, LARGE)
+            if not isinstance(value, LARGE) and name not in without
         }
 
     def set_small(self, small: Mapping[str, Any]) -> None:

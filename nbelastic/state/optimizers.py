@@ -44,10 +44,19 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set the options of each group, and remove groups that were added since."""
+    """Set the options of each group, and remove groups that were added since.
+
+    A tensor, such as a learning rate on the GPU, stays the same object: a CUDA graph may read it.
+    """
     del optimizer.param_groups[len(groups) :]
     for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update({k: frozen(v) for k, v in options.items()})
+        for key, value in options.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor) and present.shape == value.shape:
+                with torch.no_grad():
+                    present.copy_(value)
+            else:
+                group[key] = frozen(value)
 
 
 def contents(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:

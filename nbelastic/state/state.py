@@ -47,7 +47,7 @@ class State:
             raise UsageError(f"a state's values have names: {type(self).__name__}(model=model, step=0).")
         self._contents = Contents()
         self._session: Session | None = None
-        self._tensors = TensorSnapshot(keep=True, in_background=True)
+        self._tensors = TensorSnapshot(keep=True)
         self._buffers = TensorSnapshot(keep=True)
         self._steps = StepWatch(self._contents, self._tensors)
         self._record: CommitRecord  # of the last commit
@@ -60,7 +60,7 @@ class State:
             check(name, value)
             self._contents.values[name] = value
         self._survey()
-        self._record_commit()
+        self._record_start()
 
     def __getattr__(self, name: str) -> Any:
         contents = self.__dict__.get("_contents")
@@ -110,6 +110,7 @@ class State:
         self._steps.clear()
         self.commits += 1
         self._tensors.keep = bool(self._steps.copying) or self._session is None
+        self._tensors.in_background = self._steps.announces_changes
         self._record_commit()
         if self._session is not None:
             if self._session.checkpoints is not None:
@@ -166,12 +167,13 @@ class State:
         self.commits = 0
         self._survey()
         check_plain(describe(self._contents.small(), []))
-        self._record_commit()
+        self._record_start()
 
     def end(self) -> None:
         """The elastic loop has ended."""
         self._steps.stop()
         self._session = None
+        self._tensors.drop_pinned()
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """The ranks `leaving` end after this commit: every other rank holds the same state, so they send nothing."""
@@ -260,6 +262,11 @@ class State:
     def _survey(self) -> None:
         self._contents.survey()
         self._tensors.watch(list(self._contents.names))
+
+    def _record_start(self) -> None:
+        """Record the present values. On a GPU the first copy of large tensors is made when the first world is formed."""
+        self._tensors.keep = self._contents.device().type == "cpu"
+        self._record_commit()
 
     def _record_commit(self) -> None:
         """Record the small values as they are at this commit, and copy the tensors if they are kept."""

@@ -43,6 +43,16 @@ class StepWatch:
         self._steps: Counter[int] = Counter()  # steps begun since the last commit, by the optimizer's id
         self._collectives = 0  # the count of collectives at the first of these steps
         self._accumulating = False  # there was a backward pass since the last step
+        self._changed_outside = False  # a tensor has changed outside a step
+        self._calm = False  # between two commits that copied, none has
+
+    @property
+    def announces_changes(self) -> bool:
+        """Whether the hook of a step comes before each change, as far as is known: then copies may go on until the hook.
+
+        It is not known before the tensors of a commit that copied were found unchanged at the next step.
+        """
+        return self._calm and not self._changed_outside
 
     @property
     def has_stepped(self) -> bool:
@@ -55,6 +65,7 @@ class StepWatch:
         self._hooks += [o.register_step_pre_hook(self._before_step) for o in self._contents.optimizers()]
         self._hooks.append(BackwardHook(self._after_backward))
         self.copying = ""
+        self._changed_outside = self._calm = False
         self.clear_steps()
 
     def stop(self) -> None:
@@ -107,6 +118,7 @@ class StepWatch:
             self._collectives = now
             if self._tensors.changed():
                 self._copy_because_changed()
+            self._calm = bool(self.copying)
         self._steps[id(optimizer)] += 1
         self._accumulating = False
         self._tensors.wait_for_copies()
@@ -115,6 +127,7 @@ class StepWatch:
         self._accumulating = True
 
     def _copy_because_changed(self) -> None:
+        self._changed_outside = True
         changed = self._tensors.first_changed()
         name = "a tensor" if changed is None else self._contents.names[changed]
         self._copy_from_now_on(OUTSIDE.format(name=name))

@@ -9,31 +9,43 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
 SMALL = 1 << 20  # bytes
+BLOCK = 1 << 30  # bytes; torch rounds a block of pinned memory up to a power of two
 ALIGNMENT = 64  # bytes
 
 _version = attrgetter("_version")
 
 
-class TensorSnapshot:
-    """With `keep`, each commit copies the tensors that have changed; without it, none. GPU tensors are copied to pinned memory.
+class Copy(NamedTuple):
+    """The copy of a live tensor, whose version was `version` then; None: not known. `pinned`: it is in pinned memory."""
 
-    With `in_background`, the copies run on a CUDA stream of their own, which `wait_for_copies` waits for: use it for tensors
-    that only a step changes.
+    live: torch.Tensor
+    copy: torch.Tensor
+    version: int | None
+    pinned: bool
+
+
+class TensorSnapshot:
+    """With `keep`, each commit copies the tensors that have changed; without it, none.
+
+    Of a GPU's tensors, small ones are copied on the GPU, with one launch. Large ones are copied to the host: to pinned memory
+    from the second copy of a tensor on, as allocating that takes longer than one copy. With `in_background`, the copies run
+    on a CUDA stream of their own, which `wait_for_copies` waits for: use it while only a step changes the tensors.
     """
 
-    def __init__(self, *, keep: bool, in_background: bool = False) -> None:
+    def __init__(self, *, keep: bool) -> None:
         self.keep = keep
-        self._in_background = in_background
+        self.in_background = False
         self._gpu: torch.device | None = None
         self._watched: Sequence[torch.Tensor] = ()
         self._versions: list[int] | None = []
-        # By the live tensor's id: the tensor (so that the id stays its own), its copy, its version when it was copied.
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
+        self._copies: dict[int, Copy] = {}  # by the live tensor's id, which the copy's reference keeps its own
         self._stream: torch.cuda.Stream | None = None
+        self._being_read: list[torch.Tensor] = []  # on that stream: their memory must not be used for anything else
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """From now on `changed` is about these tensors."""
@@ -65,7 +77,19 @@ class TensorSnapshot:
         if self.keep:
             self._copy(tensors)
         else:
-            self._copies = {}
+            self.drop()
+
+    def drop(self) -> None:
+        """Free the copies."""
+        pinned = any(one.pinned for one in self._copies.values())
+        self._copies, self._being_read = {}, []
+        if pinned:
+            torch._C._host_emptyCache()  # else torch keeps pinned memory for the life of the process
+
+    def drop_pinned(self) -> None:
+        """Free the copies if they take pinned memory, which is scarce."""
+        if any(one.pinned for one in self._copies.values()):
+            self.drop()
 
     def wait_for_copies(self) -> None:
         """Call this before the tensors change: the GPU finishes the copies first."""
@@ -76,33 +100,44 @@ class TensorSnapshot:
         """Copy back all tensors, not only changed ones: changes through `.data` are not counted."""
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
-        pairs = [(live, copy) for live, copy, _ in self._copies.values()]
-        copy_all([copy for _, copy in pairs], to=[live for live, _ in pairs])
-        if pairs:
-            self._copies = {id(live): (live, copy, _version_of(live)) for live, copy in pairs}
+        known = [*self._copies.values()]
+        copy_all([one.copy for one in known], to=[one.live for one in known])
+        if known:
+            self._copies = {id(one.live): one._replace(version=_version_of(one.live)) for one in known}
             self._versions = versions(self._watched)
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
-        sources, targets = [], []
-        self._gpu = next((t.device for t in tensors if t.device.type == "cuda"), None)
-        new = [t for t in tensors if not _fits(t, self._copies.get(id(t)))]
-        made = {id(t): target for t, target in zip(new, _allocate(new, pinned=self._gpu is not None), strict=True)}
+        self._gpu = next((t.device for t in tensors if t.is_cuda), None)
+        kept, new, changed = {}, [], []
         for tensor in tensors:
-            target, version = made.get(id(tensor)), _version_of(tensor)
-            known = self._copies[id(tensor)] if target is None else (tensor, target, None)
-            if known[2] is None or known[2] != version or tensor.nbytes <= SMALL:
-                sources.append(tensor)
-                targets.append(known[1])
-            copies[id(tensor)] = (tensor, known[1], version)
-        self._copies = copies
-        if self._gpu is None or not self._in_background:
-            copy_all(sources, to=targets)
+            known, version = self._copies.get(id(tensor)), _version_of(tensor)
+            is_changed = known is None or known.version is None or known.version != version or tensor.nbytes < SMALL
+            if known is None or not _fits(tensor, known) or (is_changed and _is_slow(known)):
+                new.append((tensor, version, known is not None and _is_large_on_gpu(tensor)))
+                continue
+            kept[id(tensor)] = known._replace(version=version)
+            if is_changed:
+                changed.append(kept[id(tensor)])
+        self._copies = kept  # first free the memory of the others
+        made = [
+            Copy(tensor, copy, version, pinned)
+            for (tensor, version, pinned), copy in zip(
+                new, _allocate([(tensor, pinned) for tensor, _, pinned in new]), strict=True
+            )
+        ]
+        self._copies = {**kept, **{id(one.live): one for one in made}}
+        self._copy_now_or_later(changed + made)
+
+    def _copy_now_or_later(self, copies: list[Copy]) -> None:
+        targets = [one.copy for one in copies]
+        if self._gpu is None or not self.in_background:
+            copy_all([one.live for one in copies], to=targets)
             return
         self._stream = self._stream or torch.cuda.Stream(self._gpu)
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
+        self._being_read = [one.live.detach() for one in copies]
         with torch.cuda.stream(self._stream):
-            copy_all(sources, to=targets)
+            copy_all(self._being_read, to=targets)
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -118,20 +153,53 @@ def _version_of(tensor: torch.Tensor) -> int | None:
     return found[0] if found else None
 
 
-def _fits(tensor: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor, int | None] | None) -> bool:
-    return known is not None and (known[1].shape, known[1].dtype) == (tensor.shape, tensor.dtype)
+def _fits(tensor: torch.Tensor, known: Copy) -> bool:
+    return (known.copy.shape, known.copy.dtype) == (tensor.shape, tensor.dtype)
 
 
-def _allocate(tensors: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
-    """Memory for copies, in one block: a large block goes back to the system when it is freed."""
-    lengths = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-    block = torch.empty(sum(lengths), dtype=torch.uint8, pin_memory=pinned)
-    parts = block.split(lengths)
-    return [p[: t.nbytes].view(t.dtype).view(t.shape) for p, t in zip(parts, tensors, strict=True)]
+def _is_large_on_gpu(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_cuda and tensor.nbytes >= SMALL)
+
+
+def _is_slow(known: Copy) -> bool:
+    return _is_large_on_gpu(known.live) and not known.pinned
+
+
+def _allocate(tensors: Sequence[tuple[torch.Tensor, bool]]) -> list[torch.Tensor]:
+    """Memory for copies, in large blocks: they go back to the system when they are freed. Pinned memory where that is true."""
+    blocks: dict[tuple[torch.device, bool], list[list[int]]] = {}  # lengths
+    places = []
+    for tensor, pinned in tensors:
+        where = (torch.device("cpu") if _is_large_on_gpu(tensor) else tensor.device, pinned)
+        length = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        of_device = blocks.setdefault(where, [[]])
+        if of_device[-1] and sum(of_device[-1]) + length > BLOCK:
+            of_device.append([])
+        places.append((where, len(of_device) - 1, len(of_device[-1])))
+        of_device[-1].append(length)
+    parts = {
+        (device, pinned): [
+            torch.empty(sum(lengths), dtype=torch.uint8, device=device, pin_memory=pinned).split(lengths)
+            for lengths in of_device
+        ]
+        for (device, pinned), of_device in blocks.items()
+    }
+    return [
+        parts[where][block][index][: t.nbytes].view(t.dtype).view(t.shape)
+        for (where, block, index), (t, _) in zip(places, tensors, strict=True)
+    ]
 
 
 def copy_all(sources: list[torch.Tensor], *, to: list[torch.Tensor]) -> None:
-    """Copy in the order of the present stream, without waiting for copies between a GPU and pinned memory."""
+    """Copy in the order of the present stream, without waiting for copies between a GPU and pinned memory.
+
+    One launch copies many tensors of one type within a GPU.
+    """
+    groups: dict[tuple[torch.device, torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for source, target in zip(sources, to, strict=True):
+        group = groups.setdefault((source.device, target.device, source.dtype), ([], []))
+        group[0].append(source)
+        group[1].append(target)
     with torch.no_grad():
-        if sources:
-            torch._foreach_copy_(to, sources, non_blocking=True)
+        for same_sources, same_targets in groups.values():
+            torch._foreach_copy_(same_targets, same_sources, non_blocking=True)

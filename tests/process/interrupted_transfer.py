@@ -58,8 +58,7 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
             and (Path(folder) / "dead").exists()
             and once(folder, f"half-{os.getpid()}")
         ):
-            for work in works:
-                work.wait()
+            self._finish(works)  # the next receiver must get halfway too
             works = []  # each of them allows only one wait
             role = "sends" if self.sends else "receives"
             (Path(folder) / f"half-{role}-{os.getpid()}").touch()
