@@ -19,6 +19,7 @@ import torch
 from nbelastic.errors import StateError, UsageError, WaitTimeoutError
 from nbelastic.state import checkpoint_files as checkpoint
 from nbelastic.state.checkpoint_files import Snapshot, reason
+from nbelastic.state.tensor_snapshot import CPU, allocate, copy_all, free_pinned
 from nbelastic.state.transfer import describe
 from nbelastic.system.argument_types import PATH, WHOLE, check_kind, check_optional
 
@@ -47,8 +48,9 @@ class State(Protocol):
 class CopyMemory:
     """Memory for copies of tensors, used for each checkpoint: allocating it takes longer than copying."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, used_again: bool = True) -> None:
         self._held: list[torch.Tensor] = []
+        self._pins = used_again  # pinning memory takes longer than one copy
 
     def copy(self, state: State) -> tuple[Snapshot, list[Any]]:
         """A copy of `state`, and the CUDA events to wait for before reading it.
@@ -62,23 +64,32 @@ class CopyMemory:
             torch.save(described, stream)
         except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
             raise StateError(f"the state holds something that cannot be saved ({reason(error)}).") from None
-        held = [*self._held, *[None] * len(tensors)]
-        self._held = [_memory_for(tensor, known) for tensor, known in zip(tensors, held, strict=False)]
-        for copy, tensor in zip(self._held, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
+        known = [*self._held, *[None] * len(tensors)]
+        self._held = [
+            held for held, tensor in zip(known, tensors, strict=False) if held is not None and _fits(tensor, held)
+        ]
+        reused = {id(held) for held in self._held}
+        new = [(i, t) for i, (t, held) in enumerate(zip(tensors, known, strict=False)) if id(held) not in reused]
+        made = allocate([(tensor, CPU, bool(tensor.is_cuda) and self._pins) for _, tensor in new])
+        for (index, _), memory in zip(new, made, strict=True):
+            self._held.insert(index, memory)
+        copy_all(tensors, to=self._held)
         events = []
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             events.append(torch.cuda.Event())
             events[-1].record(torch.cuda.current_stream(device))
         return Snapshot(state.commits, stream.getvalue(), checkpoint.names(described), tuple(self._held)), events
 
+    def free(self) -> None:
+        """Free the memory, after it was written."""
+        pinned = any(tensor.is_pinned() for tensor in self._held)
+        self._held = []
+        if pinned:
+            free_pinned()
 
-def _memory_for(tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-    pinned = tensor.is_cuda
-    wanted = (tensor.shape, tensor.dtype, pinned)
-    if known is not None and (known.shape, known.dtype, known.is_pinned() if pinned else False) == wanted:
-        return known
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+def _fits(tensor: torch.Tensor, held: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (held.shape, held.dtype)
 
 
 class Saving:
@@ -212,7 +223,7 @@ def _load_one(state: State, path: Path) -> Path:
 def write_kept(state: State, folder: Path) -> None:
     """Write `state` into `folder` before this process ends. Raises OSError and StateError."""
     checkpoint.prepare(folder)
-    snapshot, events = CopyMemory().copy(state)
+    snapshot, events = CopyMemory(used_again=False).copy(state)
     for event in events:
         event.synchronize()
     checkpoint.write(folder, snapshot, 1)
@@ -292,7 +303,7 @@ class Plan:
     def finish(self) -> None:
         """The program has ended: wait for the checkpoint that is being written, and free the memory."""
         _join_last()
-        self._copies = CopyMemory()
+        self._copies.free()
 
     def _write(self, state: State) -> None:
         begin, commits = time.monotonic(), state.commits

@@ -16,6 +16,7 @@ import torch
 SMALL = 1 << 20  # bytes
 BLOCK = 1 << 30  # bytes; torch rounds a block of pinned memory up to a power of two
 ALIGNMENT = 64  # bytes
+CPU = torch.device("cpu")
 
 _version = attrgetter("_version")
 
@@ -84,7 +85,7 @@ class TensorSnapshot:
         pinned = any(one.pinned for one in self._copies.values())
         self._copies, self._being_read = {}, []
         if pinned:
-            torch._C._host_emptyCache()  # else torch keeps pinned memory for the life of the process
+            free_pinned()
 
     def drop_pinned(self) -> None:
         """Free the copies if they take pinned memory, which is scarce."""
@@ -119,12 +120,8 @@ class TensorSnapshot:
             if is_changed:
                 changed.append(kept[id(tensor)])
         self._copies = kept  # first free the memory of the others
-        made = [
-            Copy(tensor, copy, version, pinned)
-            for (tensor, version, pinned), copy in zip(
-                new, _allocate([(tensor, pinned) for tensor, _, pinned in new]), strict=True
-            )
-        ]
+        memory = allocate([(tensor, _place(tensor), pinned) for tensor, _, pinned in new])
+        made = [Copy(live, copy, version, pinned) for (live, version, pinned), copy in zip(new, memory, strict=True)]
         self._copies = {**kept, **{id(one.live): one for one in made}}
         self._copy_now_or_later(changed + made)
 
@@ -165,17 +162,23 @@ def _is_slow(known: Copy) -> bool:
     return _is_large_on_gpu(known.live) and not known.pinned
 
 
-def _allocate(tensors: Sequence[tuple[torch.Tensor, bool]]) -> list[torch.Tensor]:
-    """Memory for copies, in large blocks: they go back to the system when they are freed. Pinned memory where that is true."""
+def _place(tensor: torch.Tensor) -> torch.device:
+    return CPU if _is_large_on_gpu(tensor) else tensor.device
+
+
+def allocate(wanted: Sequence[tuple[torch.Tensor, torch.device, bool]]) -> list[torch.Tensor]:
+    """Memory for a copy of each tensor on that device, pinned where that is true.
+
+    It is in large blocks: they go back to the system when they are freed.
+    """
     blocks: dict[tuple[torch.device, bool], list[list[int]]] = {}  # lengths
     places = []
-    for tensor, pinned in tensors:
-        where = (torch.device("cpu") if _is_large_on_gpu(tensor) else tensor.device, pinned)
+    for tensor, device, pinned in wanted:
+        of_device = blocks.setdefault((device, pinned), [[]])
         length = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        of_device = blocks.setdefault(where, [[]])
         if of_device[-1] and sum(of_device[-1]) + length > BLOCK:
             of_device.append([])
-        places.append((where, len(of_device) - 1, len(of_device[-1])))
+        places.append(((device, pinned), len(of_device) - 1, len(of_device[-1])))
         of_device[-1].append(length)
     parts = {
         (device, pinned): [
@@ -186,8 +189,13 @@ def _allocate(tensors: Sequence[tuple[torch.Tensor, bool]]) -> list[torch.Tensor
     }
     return [
         parts[where][block][index][: t.nbytes].view(t.dtype).view(t.shape)
-        for (where, block, index), (t, _) in zip(places, tensors, strict=True)
+        for (where, block, index), (t, _, _) in zip(places, wanted, strict=True)
     ]
+
+
+def free_pinned() -> None:
+    """Give pinned memory that is not used back to the system: torch would keep it for the life of the process."""
+    torch._C._host_emptyCache()
 
 
 def copy_all(sources: list[torch.Tensor], *, to: list[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from nbelastic import StateError, TorchState
 from nbelastic.state.ddp_patch import unchanged_by_ddp
-from nbelastic.state.tensor_snapshot import ALIGNMENT, _allocate
+from nbelastic.state.tensor_snapshot import ALIGNMENT, allocate
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.process_group import collectives
 from tests.state.training import backward, copies, network, step, weights
@@ -193,7 +193,7 @@ def test_an_optimizer_without_hooks_is_copied(group, begun):
 def test_copies_take_little_more_memory_than_what_they_copy():
     """Aligned copies take at most ALIGNMENT bytes more per tensor."""
     tensors = [torch.ones(1000), torch.ones(3), torch.ones(5, dtype=torch.uint8)]
-    places = _allocate([(tensor, False) for tensor in tensors])
+    places = allocate([(tensor, tensor.device, False) for tensor in tensors])
     assert [(p.shape, p.dtype) for p in places] == [(t.shape, t.dtype) for t in tensors]
     assert all(place.data_ptr() % ALIGNMENT == places[0].data_ptr() % ALIGNMENT for place in places)
     taken, needed = places[0].untyped_storage().nbytes(), sum(tensor.nbytes for tensor in tensors)
