@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from nbelastic.errors import JobStoppedError, UsageError
+from nbelastic.errors import JobStoppedError, StateError, UsageError
 from nbelastic.programs.frameworks import Watch
 from nbelastic.protocol.events import WorkerSucceeded
 from nbelastic.state.checkpoint_files import reason
@@ -18,6 +19,9 @@ from nbelastic.state.state import State
 from nbelastic.worker import session as _session
 from nbelastic.worker.interrupts import WorldAborted, WorldLeft
 from nbelastic.worker.session import Session
+from nbelastic.worker.threads import run_in_thread
+
+GPU_TIMEOUT = 10.0  # seconds; an aborted step's kernels end within this time
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,9 +85,13 @@ class _Loop:
         self._state.hand_over(leaving)
 
     def write_last_checkpoint(self) -> None:
-        """The job is stopped and the main thread hangs: the link thread writes the newest commit."""
+        """The job is stopped and the main thread hangs: the link thread writes the newest commit.
+
+        StateError if the GPU does not finish its work: a copy would wait for it for ever.
+        """
         plan = self._session.checkpoints
         if plan is not None and self._session.facts.holds_state:
+            self._wait_for_gpu()
             self._state.undo()
             self._write_final_checkpoint()
             plan.finish()
@@ -91,6 +99,7 @@ class _Loop:
     def write_kept_state(self, folder: Path) -> int:
         """The job goes on and no other worker has its state: write the newest commit for another worker of this host."""
         try:
+            self._wait_for_gpu()
             self._state.undo()
             self._state._kept.write_kept(self._state, folder)
         except BaseException as error:
@@ -98,6 +107,18 @@ class _Loop:
             os.write(2, text.encode())  # the output buffer is not sent any more
             raise
         return self._state.commits
+
+    def _wait_for_gpu(self) -> None:
+        """Wait until it has finished all work. StateError if it does not in time: a kernel hangs, or the GPU has failed."""
+        if self._session.groups.uses_gpu:
+            working = run_in_thread(lambda: self._session.groups.synchronize(all_streams=True))
+            try:
+                working.result(GPU_TIMEOUT)
+            except TimeoutError:
+                text = (
+                    f"the GPU does not finish its work within {GPU_TIMEOUT:g} s, so the state cannot be read from it."
+                )
+                raise StateError(text) from None
 
     def load_kept_state(self, folder: Path, commit: int) -> None:
         """Load the state that another worker wrote. StateError if it is not this commit, or not complete."""
@@ -121,6 +142,8 @@ class _Loop:
                 raise error
             again = True
             self._state.generation_ended(aborted=outcome == "aborted")
+            if self._session.groups.uses_gpu:
+                gc.collect()  # DDP is part of a cycle, and holds as much GPU memory as the gradients
 
     def _run_generation(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
         """Call the function in one generation. Keep no exception of it: a traceback would keep the old group alive."""

@@ -6,6 +6,7 @@ frees it when the last process that has mapped it ends.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -16,10 +17,12 @@ import torch
 from nbelastic.errors import StateError
 from nbelastic.sharded.whole_commits import Commit
 from nbelastic.state.memory import free_on_machine
+from nbelastic.state.tensor_snapshot import copy_all
 
 ALIGNMENT = 64  # bytes
 HEADER = 64  # bytes before the tensors: the generation and number of the commit
 NO_COMMIT = (-1, -1)
+CUDA_SUCCESS = 0
 MEMORY_NAME = "nbelastic-copy"
 
 
@@ -63,8 +66,7 @@ class Arena:
             check_memory(self.nbytes, processes)
         self._map, self.fd = _map(self.nbytes, fd)
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        if pinned:
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.nbytes, 0)  # copies from the GPU are faster
+        self._pinned_at = pin(memory) if pinned else 0
         self._header = memory[:16].view(torch.int64)
         self.block = memory[HEADER:]  # all tensors, as one piece that is sent
         self.tensors: Shard = {
@@ -91,16 +93,36 @@ class Arena:
         self._header.copy_(torch.tensor((commit.generation, commit.number)))
 
     def fill(self, shard: Shard, commit: Commit) -> None:
-        """Copy `shard` into this memory."""
+        """Copy `shard` into this memory, and wait until it is there: other threads and processes read it."""
         self.unseal()
-        if self.tensors:  # torch wants at least one
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.tensors.values()), [shard[name] for name in self.tensors])
+        sources = [shard[name] for name in self.tensors]
+        copy_all(sources, to=list(self.tensors.values()))
+        for device in {source.device for source in sources if source.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         self.seal(commit)
 
     def __del__(self) -> None:
+        if getattr(self, "_pinned_at", 0):  # before the memory: CUDA would take what is mapped there next for pinned
+            unpin(self._pinned_at)
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
+
+
+def pin(memory: torch.Tensor) -> int:
+    """Let the GPU copy into this memory directly; returns its address for `unpin`. 0: it cannot, so copies are slower.
+
+    All of it at once: a copy must not reach from one registered part into another.
+    """
+    if torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == CUDA_SUCCESS:
+        return memory.data_ptr()
+    with contextlib.suppress(RuntimeError):  # CUDA reports the failure once more, to the next launch of a kernel
+        torch.zeros(1, device="cuda")
+    return 0
+
+
+def unpin(address: int) -> None:
+    """The inverse of `pin`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def check_memory(size: int, processes: int) -> None:

@@ -37,6 +37,7 @@ from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statemen
 from nbelastic.state import rng
 from nbelastic.state.checkpoints import KEEP, Saving
 from nbelastic.state.checks import frozen_value
+from nbelastic.state.cuda_graphs import refuse_capture
 from nbelastic.state.state import State
 from nbelastic.state.transfer import check_plain, describe, from_bytes, to_bytes
 from nbelastic.system.argument_types import WHOLE, check_kind
@@ -331,6 +332,7 @@ class ShardedState(State):
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change the live tensors."""
+        refuse_capture()
         if self._live_commit is not None and self._session is not None and self._bound is not None:
             self._session.check(self._bound.device)
         self._live_commit = None

@@ -204,8 +204,7 @@ class State:
             if channel.takes_part:
                 self._transfer(channel, formation)
         if self.commits == 0:  # how the program commits is not known yet
-            self._tensors.keep = True
-            self._record_commit()
+            self.record_all()
 
     def _transfer(self, channel: Channel, formation: Formation) -> None:
         """Send the state, or receive it. A receiver that holds a commit keeps it until the newer one is complete."""
@@ -266,6 +265,11 @@ class State:
     def _record_start(self) -> None:
         """Record the present values. On a GPU the first copy of large tensors is made when the first world is formed."""
         self._tensors.keep = self._contents.device().type == "cpu"
+        self._record_commit()
+
+    def record_all(self) -> None:
+        """Record the present values, with copies of all tensors: `undo` returns to them."""
+        self._tensors.keep = True
         self._record_commit()
 
     def _record_commit(self) -> None:

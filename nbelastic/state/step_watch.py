@@ -16,6 +16,7 @@ import torch
 
 from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.state.contents import Contents
+from nbelastic.state.cuda_graphs import ReplayWatch, refuse_capture
 from nbelastic.state.tensor_snapshot import TensorSnapshot
 from nbelastic.worker.process_group import collectives
 from nbelastic.worker.session import Session
@@ -40,6 +41,7 @@ class StepWatch:
         self._tensors = tensors
         self._session: Session | None = None
         self._hooks: list[Any] = []
+        self._replays = ReplayWatch(lambda: contents.names)
         self._steps: Counter[int] = Counter()  # steps begun since the last commit, by the optimizer's id
         self._collectives = 0  # the count of collectives at the first of these steps
         self._accumulating = False  # there was a backward pass since the last step
@@ -64,6 +66,7 @@ class StepWatch:
         self._session = session
         self._hooks += [o.register_step_pre_hook(self._before_step) for o in self._contents.optimizers()]
         self._hooks.append(BackwardHook(self._after_backward))
+        self._replays.start()
         self.copying = ""
         self._changed_outside = self._calm = False
         self.clear_steps()
@@ -73,6 +76,7 @@ class StepWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._session = [], None
+        self._replays.stop()
 
     def clear_steps(self) -> None:
         self._steps = Counter()
@@ -80,6 +84,7 @@ class StepWatch:
     def clear(self) -> None:
         """A commit was made, or received."""
         self._steps, self._accumulating = Counter(), False
+        self._replays.clear()
 
     def clear_backward(self) -> None:
         """The gradients were dropped."""
@@ -98,6 +103,7 @@ class StepWatch:
         return True
 
     def _counts_without_step(self) -> bool:
+        self._replays.refuse_changes()
         changed = self._tensors.changed()
         if changed:
             self._copy_because_changed()
@@ -111,6 +117,7 @@ class StepWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """The optimizer is about to change its parameters."""
+        refuse_capture()
         now = collectives()
         if self._session is not None and (not self._steps or now != self._collectives):
             self._session.check(self._contents.device())

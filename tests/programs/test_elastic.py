@@ -1,5 +1,6 @@
 """How the loop of an elastic function ends."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -57,3 +58,19 @@ def test_a_state_that_is_refused_is_not_kept():
     with pytest.raises(nbe.StateError):
         elastic._Loop(StoppedInAStep(state), state).run(lambda: None)
     assert not backward._hooks
+
+
+def test_a_gpu_that_does_not_finish_does_not_keep_a_hung_worker(monkeypatch, tmp_path):
+    """The last checkpoint, or a state to keep, is read from the GPU: if a kernel hangs, both fail in time, with the reason."""
+    monkeypatch.setattr(elastic, "GPU_TIMEOUT", 0.01)
+    never = threading.Event()
+    state = nbe.ObjectState(n=0)
+    session = StoppedInAStep(state)
+    session.groups = SimpleNamespace(uses_gpu=True, synchronize=lambda all_streams: never.wait())
+    holder = elastic._Loop(session, state)
+    monkeypatch.setattr(state, "undo", lambda: pytest.fail("it would wait for the GPU"))
+    for write in (holder.write_last_checkpoint, lambda: holder.write_kept_state(tmp_path)):
+        with pytest.raises(nbe.StateError, match="the GPU does not finish its work within"):
+            write()
+    assert not session.saved
+    never.set()
