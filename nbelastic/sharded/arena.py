@@ -113,8 +113,8 @@ def pin(memory: torch.Tensor) -> int:
 
     All of it at once: a copy must not reach from one registered part into another.
     """
-    if torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == CUDA_SUCCESS:
-        return memory.data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == CUDA_SUCCESS:
+        return int(memory.data_ptr())
     with contextlib.suppress(RuntimeError):  # CUDA reports the failure once more, to the next launch of a kernel
         torch.zeros(1, device="cuda")
     return 0

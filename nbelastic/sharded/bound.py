@@ -16,6 +16,7 @@ from nbelastic.sharded.parameters import chunk_of, like, local_tensor, plain_nam
 from nbelastic.state import optimizers
 from nbelastic.state.contents import LARGE
 from nbelastic.state.optimizers import frozen
+from nbelastic.state.tensor_snapshot import clone_tensors
 from nbelastic.state.transfer import check_plain, describe
 
 
@@ -79,14 +80,20 @@ class Bound:
 
     def scalars(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Entries of the optimizers that are not sharded, such as `step`: optimizer -> parameter -> entry -> value."""
-        return {
+        live = {
             name: {
-                self._names[parameter]: {k: frozen(v) for k, v in optimizer.state[parameter].items() if is_scalar(v)}
+                self._names[parameter]: {
+                    k: v if isinstance(v, torch.Tensor) else frozen(v)
+                    for k, v in optimizer.state[parameter].items()
+                    if is_scalar(v)
+                }
                 for parameter in optimizers.parameters(optimizer)
                 if parameter in optimizer.state
             }
             for name, optimizer in self.optimizers.items()
         }
+        found: dict[str, dict[str, dict[str, Any]]] = clone_tensors(live)
+        return found
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """The options of each optimizer's groups, and the names of their parameters."""

@@ -10,6 +10,7 @@ from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.whole_commits import Commit, Held, Origin, Statement
 from nbelastic.state.checks import frozen_value
+from nbelastic.state.tensor_snapshot import clone_tensors
 
 Record = dict[str, Any]  # see `present_record` and `full_record`
 
@@ -18,7 +19,7 @@ def present_record(small: Mapping[str, Any], bound: Bound) -> Record:
     """What a step or a forward pass changes beside the sharded tensors: small values, buffers, options of optimizers."""
     return {
         "small": {name: frozen_value(name, value) for name, value in small.items()},
-        "buffers": {name: {key: one.clone() for key, one in own.items()} for name, own in bound.buffers().items()},
+        "buffers": clone_tensors(bound.buffers()),
         "optimizers": bound.settings(),
     }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,25 @@ from nbelastic.sharded.holdings import Record
 from nbelastic.sharded.parameters import local_tensor
 from nbelastic.sharded.resharding import Move
 from nbelastic.sharded.transfer import HAND_OVER, RESHARD, check_same_tensors, exchange, meet
+from nbelastic.worker.session import Session
+
+T = TypeVar("T")
+
+
+def run_in_order(session: Session, device: torch.device, task: Callable[[], T]) -> T:
+    """Run `task`, which reads or writes tensors of this device, in a thread that an abort may abandon.
+
+    Each thread has a stream of its own on a GPU. So the task begins after all that was begun, and ends when it is done there.
+    """
+    session.finish_gpu_work()
+
+    def run() -> T:
+        result = task()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return result
+
+    return session.run_abortable(run)
 
 
 def check_fits(old: Layout, new: Layout, bound: Bound, record: Record) -> None:

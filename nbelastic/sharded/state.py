@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from nbelastic.sharded.copy_waits import CopyWaits
 from nbelastic.sharded.holdings import Holdings, Record, full_record, present_record
 from nbelastic.sharded.initial_values import allocate, set_first_values
 from nbelastic.sharded.mesh_caches import clear_mesh_caches
-from nbelastic.sharded.refill import check_fits, equalize, refill, send_shards
+from nbelastic.sharded.refill import check_fits, equalize, refill, run_in_order, send_shards
 from nbelastic.sharded.replication import Replication
 from nbelastic.sharded.resharding import moves
 from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
@@ -119,7 +120,7 @@ class ShardedState(State):
             self._set_small(record or {"small": {}})
         elif source is None:
             first_values()
-            session.run_abortable(lambda: equalize(bound, layout, rank, self._group))
+            run_in_order(session, bound.device, lambda: equalize(bound, layout, rank, self._group))
         else:
             record, old = held.records[source.commit], held.layouts[source.commit.generation]
             names = [ShardTensor(*name) for name in record["tensors"]]
@@ -130,7 +131,8 @@ class ShardedState(State):
                 if rank in source.holders[shard]
             }
             plan = list(moves(old, layout, source.holders, rank))
-            filled = session.run_abortable(lambda: refill(bound, names, plan, own, rank=rank, group=self._group))
+            fill = partial(refill, bound, names, plan, own, rank=rank, group=self._group)
+            filled = run_in_order(session, bound.device, fill)
             bound.set_optimizers(record["optimizers"], record["scalars"], filled)
             bound.set_buffers(record["buffers"])
             self._set_small(record)
@@ -255,7 +257,8 @@ class ShardedState(State):
         if not plan:
             return
         self._finish_copies()
-        received = self._session.run_abortable(lambda: send_shards(plan, layout, rank, shard, self._group))
+        send = partial(send_shards, plan, layout, rank, shard, self._group)
+        received = run_in_order(self._session, bound.device, send)
         for source, parts in received.items():
             self._holdings.add_copy(live, source, parts)
 

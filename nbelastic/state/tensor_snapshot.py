@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 SMALL = 1 << 20  # bytes
 BLOCK = 1 << 30  # bytes; torch rounds a block of pinned memory up to a power of two
@@ -211,3 +212,17 @@ def copy_all(sources: list[torch.Tensor], *, to: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for same_sources, same_targets in groups.values():
             torch._foreach_copy_(same_targets, same_sources, non_blocking=True)
+
+
+def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A copy of each, where it is."""
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all([tensor.detach() for tensor in tensors], to=made)
+    return made
+
+
+def clone_tensors(values: Any) -> Any:
+    """Containers like `values`, with a copy of each tensor."""
+    leaves, structure = tree_flatten(values)
+    copies = iter(clone_all([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+    return tree_unflatten([next(copies) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)

@@ -4,6 +4,7 @@ import torch
 
 from nbelastic.sharded.arena import Arena, Arenas, ShardTensor
 from nbelastic.sharded.whole_commits import Commit
+from tests.support.fake_cuda import FakeCuda, FakeStream, OnGpu
 
 
 def shard_of(tensors):
@@ -50,3 +51,58 @@ def test_an_owner_that_dies_while_it_seals():
     arena = Arena([ShardTensor("weight")], [(2,)])
     arena._header[0] = 3
     assert arena.commit is None
+
+
+class FakeCudart:
+    """Registers memory, and knows what is registered. With `refuses` it has no more."""
+
+    def __init__(self, refuses=False):
+        self.refuses, self.registered = refuses, {}
+
+    def cudaHostRegister(self, address, size, _):
+        assert address not in self.registered, "the memory that was mapped there before is registered still"
+        if self.refuses:
+            return 2
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+
+
+def test_pinned_memory_is_released_before_it_is_unmapped(monkeypatch):
+    """Else CUDA would take the next memory at that address for the old one, and copy to where nobody reads."""
+    cuda = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    shard = shard_of([torch.ones(1 << 16)])
+    for number in range(3):
+        arena = Arena(tuple(shard), [(1 << 16,)], pinned=True)
+        assert [*cuda.registered.values()] == [arena.nbytes]
+        arena.fill(shard, Commit(1, number))
+        view = next(iter(arena.tensors.values()))
+        del arena
+        assert not cuda.registered
+        assert view.eq(1).all()  # what is held of it can be read still
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch):
+    """CUDA's error is taken away, which the next launch of a kernel would report; the copies are slower."""
+    cuda, launches = FakeCudart(refuses=True), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: launches.append(device))
+    shard = shard_of([torch.ones(4)])
+    arena = Arena(tuple(shard), [(4,)], pinned=True)
+    arena.fill(shard, Commit(1, 1))
+    del arena
+    assert launches == ["cuda"]
+
+
+def test_a_commit_is_sealed_when_the_gpu_has_copied_it(monkeypatch):
+    """Another process reads the memory as soon as it is sealed, and the copies are only begun when the calls return."""
+    cuda = FakeCuda(monkeypatch)
+    shard = shard_of([torch.ones(4), torch.ones(5, dtype=torch.bfloat16)])
+    arena = Arena(tuple(shard), [(4,), (5,)])
+    monkeypatch.setattr(FakeStream, "synchronize", lambda _: cuda.calls.append(arena.commit), raising=False)
+    arena.fill({name: one.as_subclass(OnGpu) for name, one in shard.items()}, Commit(1, 1))
+    assert cuda.take() == [("main", "cuda", "cpu", 1), ("main", "cuda", "cpu", 1), None]
+    assert arena.commit == Commit(1, 1)

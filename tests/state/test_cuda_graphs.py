@@ -11,7 +11,11 @@ from tests.state.training import network, step
 def replay(monkeypatch):
     """`replay(change)`: replay a graph that was captured earlier; its kernels do what `change()` does."""
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda change: change())
-    return lambda change: torch.cuda.CUDAGraph.replay(change)
+
+    def call(change):
+        torch.cuda.CUDAGraph.replay(change)
+
+    return call
 
 
 def test_a_step_that_is_captured_in_the_loop_is_refused(group, begun, monkeypatch):

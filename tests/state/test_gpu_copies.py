@@ -6,8 +6,8 @@ import torch
 from nbelastic import TorchState
 from nbelastic.state import tensor_snapshot
 from nbelastic.state.tensor_snapshot import TensorSnapshot
-from tests.state.fake_cuda import GPU, FakeCuda, OnGpu
 from tests.state.training import network, step
+from tests.support.fake_cuda import GPU, FakeCuda, OnGpu
 
 LARGE = 1 << 18  # elements
 
