@@ -87,7 +87,7 @@ class _Loop:
     def write_last_checkpoint(self) -> None:
         """The job is stopped and the main thread hangs: the link thread writes the newest commit.
 
-        StateError if the GPU does not finish its work: a copy would wait for it for ever.
+        StateError if the GPU does not finish its work: a copy would wait for it without end.
         """
         plan = self._session.checkpoints
         if plan is not None and self._session.facts.holds_state:

@@ -76,9 +76,9 @@ def _is_placeholder(value: Any) -> bool:
 class Channel:
     """From `root` to `receivers` in the default group. Ranks that are up to date take no part.
 
-    Gloo broadcasts if all others receive, else the root sends to each. An accelerator's operations are sent from rank to
-    rank, each receiver passing on what has arrived: an abort leaves garbage in the output of a broadcast, and live tensors
-    of ranks that need nothing are no output here. Gloo cannot send GPU tensors point to point, so it sends copies of them.
+    Gloo broadcasts if all others receive, else the root sends to each. On an accelerator each receiver passes the data on to
+    the next: an abort leaves garbage in every output of a broadcast, and a live tensor of another rank must not be one. Gloo
+    cannot send GPU tensors point to point, so it sends copies of them.
 
     `check()` waits for the device and raises if the generation is over: before, nothing that an accelerator has received is
     used.

@@ -104,17 +104,18 @@ def _memory_after_training() -> int:
 
 
 def test_copies_lie_in_pinned_memory_and_come_back():
-    """Several steps a commit: the copy is made beside the training, and restored bit by bit."""
+    """Several steps a commit: the second copy of a large tensor is pinned, and all are restored bit by bit."""
     model = torch.nn.Linear(512, 512).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
-    for _ in range(3):
-        model(torch.randn(8, 512, device="cuda")).sum().backward()
-        optimizer.step()
-    state.commit()
+    for _ in range(2):
+        for _ in range(3):
+            model(torch.randn(8, 512, device="cuda")).sum().backward()
+            optimizer.step()
+        state.commit()
     before = [p.detach().clone() for p in model.parameters()]
-    kept = [copy for _, copy, _ in state._tensors._copies.values()]
-    assert all(copy.is_pinned() for copy in kept)
+    kept = state._tensors._copies.values()
+    assert all(one.copy.is_pinned() or one.live.nbytes < 1 << 20 for one in kept)
     for _ in range(2):
         model(torch.randn(8, 512, device="cuda")).sum().backward()
         optimizer.step()

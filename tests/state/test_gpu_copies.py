@@ -99,7 +99,7 @@ def test_copies_go_on_in_the_background_only_while_a_hook_precedes_each_change(g
 
 
 def test_a_change_without_a_hook_is_never_copied_in_the_background(begun):
-    """Nobody announces when it changes again."""
+    """No hook announces when it changes again."""
     model = torch.nn.Linear(2, 2)
     state = begun(TorchState(model=model))
     for _ in range(3):
