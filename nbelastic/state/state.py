@@ -204,7 +204,7 @@ class State:
             if channel.takes_part:
                 self._transfer(channel, formation)
         if self.commits == 0:  # how the program commits is not known yet
-            self.record_all()
+            self._record_all()
 
     def _transfer(self, channel: Channel, formation: Formation) -> None:
         """Send the state, or receive it. A receiver that holds a commit keeps it until the newer one is complete."""
@@ -267,7 +267,7 @@ class State:
         self._tensors.keep = self._contents.device().type == "cpu"
         self._record_commit()
 
-    def record_all(self) -> None:
+    def _record_all(self) -> None:
         """Record the present values, with copies of all tensors: `undo` returns to them."""
         self._tensors.keep = True
         self._record_commit()

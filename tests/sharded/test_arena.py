@@ -71,7 +71,7 @@ class FakeCudart:
 
 
 def test_pinned_memory_is_released_before_it_is_unmapped(monkeypatch):
-    """Else CUDA would take the next memory at that address for the old one, and copy to where nobody reads."""
+    """Else CUDA would take the next memory at that address for the old one, and copy to memory that no process reads."""
     cuda = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     shard = shard_of([torch.ones(1 << 16)])
