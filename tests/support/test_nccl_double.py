@@ -74,7 +74,7 @@ def test_an_abort_ends_all_works_with_garbage(form):
 
 
 def test_a_synchronisation_waits_for_all_works(form):
-    """It waits also for works that nobody has waited for, and ends without an error if they were aborted."""
+    """It waits also for works that no rank has waited for, and ends without an error if they were aborted."""
     group, other = form()
     group.broadcast([torch.ones(1)], dist.BroadcastOptions())
     group.barrier()

@@ -120,7 +120,7 @@ def test_a_thread_that_was_abandoned_ends_what_it_makes(device):
 
 
 def test_the_last_communicators_live_until_all_ranks_have_left(device):
-    """After a planned change another rank may still need this one's data; after a break nobody does."""
+    """After a planned change another rank may still need this one's data; after a break no rank does."""
     over = set()
     groups = Groups("127.0.0.1", over.__contains__)
     groups.accelerator = device
@@ -135,7 +135,7 @@ def test_the_last_communicators_live_until_all_ranks_have_left(device):
     assert sorted(device.aborted) == [[1], [2], [3]]
 
 
-def test_an_error_that_nobody_raises_is_seen(device):
+def test_an_error_that_no_call_raises_is_seen(device):
     """A collective failed on the device: the group is not intact, although all connections exist."""
     group = formed(device)
     assert (group.error, group.is_intact()) == ("", True)

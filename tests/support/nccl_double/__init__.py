@@ -1,21 +1,21 @@
 """A double of NCCL: a back end of torch.distributed for CPU tensors that behaves as NCCL does where it matters.
 
-    mesh.py           the connections between the ranks: they know no timeout, and an abort ends whatever waits in them
+    mesh.py           the ranks' connections, which have no timeout; an abort ends each wait
     communicator.py   an `ncclComm_t` with its stream and its watchdog
     group.py          torch's process group over one communicator
     accelerator.py    what nbelastic calls: `nbelastic.worker.accelerator.Accelerator`
     install.py        importing it makes the back end "nccl" mean the double
 
-What is faithful:
+It is faithful in these points:
 
 - works run in order in a thread that stands for the group's stream; `wait` never raises;
-- a lost peer makes a work hang, until an abort ends it: its outputs then have garbage, and nothing tells so;
+- a lost peer makes a work hang, until an abort ends it: its outputs then have garbage, and no error is raised;
 - the watchdog records an error, holds the lock that new works need, and may end the process;
 - no abort reaches a group that connects in blocking mode, and an abort of a group does not reach those made from it;
 - two ranks of a group that use the same GPU of a machine are refused.
 
-What is not: a work blocks the CPU in `wait`, as the CPU reads its tensors at once. And point-to-point operations are never
-coalesced: torch does that only for its own class of groups.
+It differs in two: a work blocks the CPU in `wait`, as the CPU reads its tensors at once. And point-to-point operations are
+never coalesced: torch does that only for its own class of groups.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.nccl_double.mesh import Mesh
 
-SMALL = 1 << 15  # bytes up to which an all-reduce sends whole tensors to everybody
+SMALL = 1 << 15  # bytes up to which an all-reduce sends whole tensors to all ranks
 
 Op = dist.ReduceOp.RedOpType
 COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

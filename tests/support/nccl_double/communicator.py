@@ -1,4 +1,4 @@
-"""What is behind one of NCCL's groups: an `ncclComm_t`, the stream of its works, and torch's watchdog."""
+"""The inside of one of NCCL's groups: an `ncclComm_t`, the stream of its works, and torch's watchdog."""
 
 from __future__ import annotations
 
