@@ -289,6 +289,7 @@ class Agent:
             "worker": str(order.worker),
             "address": address,
             "interface": interface,
+            "outward": next((i.name for i in self._addresses if not is_loopback(i.address)), ""),
             "log_dir": str(self._log_dir(order.log_dir)),
             "heartbeat": self._config.heartbeat,
             "engine": order.engine,

@@ -63,7 +63,7 @@ def _from_stdin() -> tuple[bytes, int]:
 def _set_up_process(settings: dict[str, Any]) -> None:
     """Set environment, limits, folder and paths of this process; the template and all workers inherit them."""
     open_files.raise_limit()  # gloo ends a worker at its limit, and connections of other programs count, too
-    os.environ.update(settings["environment"])
+    os.environ.update(settings["defaults"] | dict(os.environ) | settings["environment"])
     os.environ["NBELASTIC_PRELOAD"] = ",".join(settings["preload"])
     threads = settings["threads"] or str(max(1, (os.cpu_count() or 1) // int(settings["settings"]["slots"])))
     # torch looks up the name of each address that its stores connect to. A lost answer would delay a new world by 5 s.

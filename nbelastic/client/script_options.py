@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from nbelastic.protocol import agent_messages
 from nbelastic.protocol.requests import SubmitScript
 from nbelastic.protocol.script_events import Terms
-from nbelastic.protocol.settings import NCCL_ENVIRONMENT, Settings, check
+from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings, check
 
 _STREAMS = re.compile(r"[0123]|(\d+:[0123],)*\d+:[0123]")  # as torchrun accepts them: 3, or 0:1,1:2
 
@@ -51,6 +51,7 @@ def script_request(
         text = given[name] = str(given.get(name, "0"))
         check(_STREAMS.fullmatch(text) is not None, f"{name}={text!r}: as for torchrun, 0 to 3 or 0:1,1:2.")
     shutdown = float(given.pop("shutdown_timeout", 30.0))
+    ours = NCCL_ENVIRONMENT.keys() | (NCCL_DEFAULTS.keys() - os.environ.keys())
     script = agent_messages.Script(
         "",
         _target(path, bool(given.get("module")), bool(given.get("no_python"))),
@@ -59,7 +60,7 @@ def script_request(
         cwd=settings.cwd or os.getcwd(),
         exit_barrier=float(given.pop("exit_barrier_timeout", 300.0)),
         shutdown=shutdown,
-        unset=tuple(name for name in NCCL_ENVIRONMENT if name not in settings.environment),
+        unset=tuple(sorted(ours - settings.environment.keys())),
         **given,
     )
     return SubmitScript(script, Terms(max_restarts=restarts, nproc=nproc, leave=shutdown + 5.0))

@@ -22,7 +22,7 @@ from nbelastic.driver.worker_spawner import WorkerSpawner
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from nbelastic.protocol.settings import NCCL_ENVIRONMENT, Settings
+from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
 from nbelastic.provision.launchers import AdoptedAgent, Agent, BatchJobAgent
 from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.system.fault_handling import Report
@@ -248,6 +248,7 @@ class Agents:
             "run_folder": str(settings.run_folder) if local else "",
             "log_dir": str(settings.log_dir),
             "preload": list(settings.preload),
+            "defaults": NCCL_DEFAULTS,
             "environment": {**NCCL_ENVIRONMENT, **settings.environment},
             "cwd": settings.cwd or "",
             "settings": {"backend": settings.backend, "slots": str(spec.slots)},

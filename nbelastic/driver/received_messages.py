@@ -58,6 +58,7 @@ class ReceivedMessages:
         self._stall_detector = stall_detector
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
         self.takeover = takeover
+        self._refused: dict[str, str] = {}  # by host, which preloaded modules its template has refused, and why
 
     def is_known(self, peer: str) -> bool:
         """Whether the server keeps the connection of this agent, worker or node, which has sent its first message.
@@ -92,20 +93,14 @@ class ReceivedMessages:
             case worker_messages.WorkerReport():
                 self._handle_late_report(message)
             case agent_messages.AgentHello():
-                problem = versions.difference(message.versions, versions.installed())
-                driver_address = self._agents.driver_address_for(message.host)
-                ready = ev.AgentReady(
-                    message.host, message.pid, message.addresses, message.port, problem, driver_address
-                )
-                self._post(ready)
+                self._handle_agent_hello(message)
             case agent_messages.AgentGoodbye(host=host, reason=reason):
                 self._agents.lose(host, reason)
             case agent_messages.AgentSample():
                 self._telemetry.add_sample(message, self._cluster().workers, self._clock.now())
                 self._publish_soon()
-            case worker_messages.WorkerHello(worker=w, engine=engine):
-                if w in self._cluster().workers:
-                    self._workers.register(w, engine)
+            case worker_messages.WorkerHello():
+                self._handle_worker_hello(message)
             case worker_messages.WorkerProgress():
                 self._handle_progress(message)
             case worker_messages.ProgramResult() | worker_messages.ResultPiece() | worker_messages.FetchCall():
@@ -125,6 +120,22 @@ class ReceivedMessages:
                 self._post(message)
             case _:
                 raise TypeError(f"{peer} has sent {type(message).__name__}, which the driver does not know")
+
+    def _handle_agent_hello(self, message: agent_messages.AgentHello) -> None:
+        host, problem = message.host, versions.difference(message.versions, versions.installed())
+        untested = versions.untested(message.versions)
+        if untested and not problem:
+            self._record(cmd.Record("torch-untested", f"{host}: {untested}", host=host))
+        driver_address = self._agents.driver_address_for(host)
+        self._post(ev.AgentReady(host, message.pid, message.addresses, message.port, problem, driver_address))
+
+    def _handle_worker_hello(self, message: worker_messages.WorkerHello) -> None:
+        w, refused = message.worker, message.refused
+        if w in self._cluster().workers:
+            self._workers.register(w, message.engine)
+        if refused and self._refused.get(w.host) != refused:
+            self._refused[w.host] = refused
+            self._record(cmd.Record("preload-refused", f"{w.host}: {refused}", host=w.host))
 
     def adopt_worker(self, report: worker_messages.WorkerReport) -> None:
         """Register a worker that the previous driver has started, and take its progress."""

@@ -15,18 +15,19 @@ from nbelastic.worker.environment import log_to, set_interface
 def boot(settings: dict[str, Any]) -> None:
     """Run the worker that `settings` describe, until the engine ends."""
     os.setsid()  # its own process group: the agent can kill it with all processes that the user's code starts
-    die_with_parent(parent=getattr(sys.modules.get("nbelastic.programs.template"), "PID", 0))
+    template = sys.modules.get("nbelastic.programs.template")
+    die_with_parent(parent=getattr(template, "PID", 0))
     mp.set_start_method(None, force=True)  # not the inherited fork server: data loaders start as usual
     log_to(settings["log_dir"], settings["worker"])
     faulthandler.enable(2)  # a crash in C writes the Python stacks to the log
-    set_interface(settings["interface"])
+    set_interface(settings["interface"], settings["outward"])
     os.environ["IPP_CONNECTION_INFO"] = settings["engine"]  # before any thread: adding a variable moves the environment
 
     from nbelastic.ipp.engine import serve
     from nbelastic.programs.program import start_runner
     from nbelastic.worker.session import Session, start
 
-    session = Session(settings)
+    session = Session({**settings, "refused": getattr(template, "REFUSED", "")})
     start(session)
     session.warm_up.start()
     serve(settings["profile"], lambda engine: start_runner(session, engine))

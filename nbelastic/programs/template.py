@@ -3,6 +3,8 @@
 The template has one thread and never uses CUDA: threads and CUDA contexts do not survive a fork. It imports
 `torch._dynamo` because the first optimizer would (0.9 s and more). The garbage collector is off during the imports, which
 saves a fifth of the time. `gc.freeze` then keeps collections in the workers from copying the shared pages.
+
+A preloaded module may start a thread or use CUDA. Then the template starts again without that module.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import traceback
+from typing import NoReturn
 
 gc.disable()
 
@@ -32,8 +36,10 @@ def _end(*_: object) -> None:
 # In a process group of its own: if the agent's group is killed, this process must live to kill the workers' groups.
 os.setpgid(0, 0)
 signal.signal(signal.SIGTERM, _end)
-die_with_parent(signal.SIGTERM, int(os.environ.pop("NBELASTIC_AGENT_PID", "0")))
+AGENT_PID = os.environ.pop("NBELASTIC_AGENT_PID", "0")
+die_with_parent(signal.SIGTERM, int(AGENT_PID))
 PID = os.getpid()
+REFUSED = os.environ.pop("NBELASTIC_REFUSED", "")  # which modules an earlier start has refused, and why
 
 # ipyparallel, debugpy and IPython set these when an engine starts, while torch's threads read the environment. Adding a
 # variable moves the environment, and the reader crashes. Replacing a variable that exists already moves nothing.
@@ -61,15 +67,40 @@ PRELOAD = (
     "nbelastic.programs.program",
     "nbelastic.state.sampler",
     "nbelastic.worker.warm_up",
-    *filter(None, os.environ.get("NBELASTIC_PRELOAD", "").split(",")),
 )
+OF_USER = [name for name in os.environ.get("NBELASTIC_PRELOAD", "").split(",") if name]
 
-for name in PRELOAD:
+
+def _harm() -> str:
+    """Why forks of this process would not work; empty if they do.
+
+    NVML opens `/dev/nvidiactl` and harms nothing; CUDA also opens `/dev/nvidia-uvm`. Threads of C libraries are not
+    counted: OpenBLAS ends its own before a fork.
+    """
+    if threading.active_count() > 1:
+        return f"starts the thread {next(t.name for t in threading.enumerate() if t is not threading.main_thread())!r}"
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia-uvm"):
+                return "uses CUDA"
+    return "uses CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
+
+
+def _start_again_without(module: str, harm: str) -> NoReturn:
+    text = f"the module {module!r} of preload {harm} when it is imported: each worker imports it itself"
+    os.environ["NBELASTIC_PRELOAD"] = ",".join(name for name in OF_USER if name != module)
+    os.environ.update(NBELASTIC_REFUSED="; ".join(filter(None, (REFUSED, text))), NBELASTIC_AGENT_PID=AGENT_PID)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (the server's descriptors stay open)
+
+
+for name in (*PRELOAD, *OF_USER):
     try:
         importlib.import_module(name)
     except Exception:  # noqa: BLE001  (the user's module: the worker will fail on it with its traceback)
         print(f"nbelastic: preloading {name!r} failed:", file=sys.stderr)
         traceback.print_exc()
+    if name in OF_USER and (harm := _harm()):
+        _start_again_without(name, harm)
 
 gc.enable()
 gc.freeze()

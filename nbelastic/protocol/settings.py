@@ -103,6 +103,9 @@ class Settings(msgspec.Struct, frozen=True):
         check(limits.stall is None or limits.stall > 0, f"stall={limits.stall}: more than 0 seconds.")
         check(limits.reset_limit is None or limits.reset_limit >= 0, f"reset_limit={limits.reset_limit}: at least 0.")
         check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
+        for name, value in NCCL_ENVIRONMENT.items():
+            own = self.environment.get(name, value)
+            check(own == value, f"env: {name}={own}: nbelastic needs {value}, to abort collectives: leave it out.")
         if self.launcher == SSH:
             check(not self.launcher_options, "launcher_options go with a batch launcher: name it as launcher.")
 
@@ -133,12 +136,23 @@ def check_bounds(low: int, high: int | None) -> None:
     check(high is None or high >= low, f"min={low} is more than max={high}: lower min or raise max.")
 
 
-# Set before torch is imported. To abort NCCL from another thread, NCCL's watchdog must not act (see torch's sources).
+# Both are set before torch is imported. To abort NCCL from another thread, NCCL's watchdog must not act (see torch's sources).
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",  # after an error the watchdog holds its lock for four times as long
+    "TORCH_DIST_USE_NCCL2": "0",  # the engine that these variables are for, and that is tested
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, in which agents read CUDA_VISIBLE_DEVICES
+}
+# The user's own values of these win.
+NCCL_DEFAULTS = {
+    "NCCL_NVLS_ENABLE": "0",  # NVLink SHARP leaks memory with each communicator
+    "NCCL_RAS_ENABLE": "0",  # it opens connections of its own, and a port without a key
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # seconds in which a communicator is made
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a module that calls `torch.cuda.is_available()` spoils the template
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # nbelastic sends the state that way
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # aborted groups would print long warnings
 }

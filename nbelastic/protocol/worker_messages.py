@@ -19,6 +19,7 @@ class WorkerHello(Message):
     worker: WorkerId
     pid: int
     engine: str  # the engine's uuid, by which ipyparallel's client addresses it
+    refused: str = ""  # which modules its template has refused to import, and why
 
 
 class WorkerReport(Message):

@@ -7,6 +7,8 @@ import platform
 from collections.abc import Mapping
 from functools import cache
 
+TESTED_TORCH = ("2.11", "2.13", "2.14")  # see tests/matrix.sh
+
 
 def installed() -> dict[str, str]:
     """The versions in this process's environment; empty text for a missing package. No package is imported."""
@@ -35,6 +37,14 @@ def difference(there: Mapping[str, str], here: Mapping[str, str]) -> str:
         if own and cut(theirs) != cut(own):
             parts.append(f"{name} {theirs or 'missing'} there, {own} here")
     return "; ".join(parts)
+
+
+def untested(there: Mapping[str, str]) -> str:
+    """That torch there is of a version with which nbelastic was not tested; empty if it was."""
+    torch = there.get("torch", "")
+    if not torch or _minor(torch) in TESTED_TORCH:
+        return ""
+    return f"torch {torch}: nbelastic was not tested with it, but with {', '.join(TESTED_TORCH)}"
 
 
 def _minor(version: str) -> str:

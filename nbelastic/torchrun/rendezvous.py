@@ -194,7 +194,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         """Open a new store on this node's address; return its endpoint. Earlier stores stay, as a round may use one."""
         address, interface = self._home
         for name in self._unset_variables:
-            os.environ[name] = interface or interface_of(address)
+            exact = "=" if name.startswith("NCCL") else ""  # else NCCL takes each name that begins so
+            os.environ[name] = exact + (interface or interface_of(address))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind((address, 0))

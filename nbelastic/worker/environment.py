@@ -6,11 +6,21 @@ import os
 from pathlib import Path
 
 from nbelastic.system import private_files
+from nbelastic.system.interfaces import LOOPBACK
+
+# What the user has set. The template imports this module before anything else sets these variables.
+_OWN = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
 
 
-def set_interface(name: str) -> None:
-    """Make process groups on this network interface from now on: torch reads the variables for each group."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+def set_interface(name: str, outward: str = "") -> None:
+    """Make process groups on this network interface from now on, unless the user has named others.
+
+    Torch reads gloo's variable for each group. NCCL reads its own once per process, so it never gets the loopback
+    interface if the host has an `outward` one: a host of another machine may join later. `=`: no other name that begins so.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = _OWN.get("GLOO_SOCKET_IFNAME", name).partition(",")[0]  # gloo takes one
+    nccl = outward if name == LOOPBACK and outward else name
+    os.environ["NCCL_SOCKET_IFNAME"] = _OWN.get("NCCL_SOCKET_IFNAME", f"={nccl}")
 
 
 def log_to(log_dir: str, worker: str) -> None:

@@ -63,6 +63,7 @@ class Session:
         self.warm_up = WarmUp()
         self.used = False  # an elastic function has run in this job
         self.checkpoints: JobCheckpoints | None = None  # of this job
+        self._refused: str = settings.get("refused", "")  # which modules the template has refused, and why
         self._relay = Path(settings["relay"])  # the folder of this host's agent
         self._choice: tuple[str, int] = (settings["backend"], int(settings["slots"]))
         self._protocol = protocol.Protocol(self.worker, float(settings["lease"]))
@@ -111,7 +112,7 @@ class Session:
         """Tell the driver that this worker can run programs and cells; the link thread calls `run(message)` for each."""
         self._link_thread.run = run
         self.facts.engine = engine
-        self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), engine))
+        self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), engine, self._refused))
 
     def begin(self, job: str) -> None:
         """Begin a program: drop what belongs to the last one.

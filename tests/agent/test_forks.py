@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -79,3 +81,40 @@ def test_a_template_that_runs_but_closes_the_connection(template, monkeypatch):
     with pytest.raises(ConnectionResetError):
         fork(lambda: makes.append(1) or BreaksOff())
     assert len(makes) == 1
+
+
+REPORT = """
+import multiprocessing as mp, os, sys
+from multiprocessing import forkserver
+def report():
+    template = sys.modules["nbelastic.programs.template"]
+    names = {"quiet_module", "threaded_module"} & sys.modules.keys()
+    print(template.REFUSED, sorted(names), "NBELASTIC_REFUSED" in os.environ, flush=True)
+sys.modules["__main__"].__spec__ = None
+os.environ.update(NBELASTIC_PRELOAD="quiet_module,threaded_module", NBELASTIC_AGENT_PID=str(os.getpid()))
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(["nbelastic.programs.template"])
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+if __name__ == "__main__":
+    process = context.Process(target=report)
+    process.start()
+    process.join()
+"""
+
+
+def test_a_preloaded_module_that_starts_a_thread(tmp_path):
+    """Threads do not survive a fork: the module is named, and the template starts again with all other modules."""
+    (tmp_path / "quiet_module.py").touch()
+    (tmp_path / "threaded_module.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='spy').start()\n"
+    )
+    script = tmp_path / "report.py"
+    script.write_text(REPORT)
+    path = f"{tmp_path}{os.pathsep}{os.getcwd()}"
+    ended = subprocess.run(
+        [sys.executable, script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == (
+        "the module 'threaded_module' of preload starts the thread 'spy' when it is imported: "
+        "each worker imports it itself ['quiet_module'] False\n"
+    ), ended.stderr

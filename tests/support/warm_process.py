@@ -35,6 +35,7 @@ LENGTH = struct.Struct("!q")
 DECISIVE = ("PYTHON", "TORCH", "LD_")  # variables that Python, torch and the linker read as they start
 IGNORED = (  # of these: what nbelastic sets for agents, which means nothing without a GPU, and what torch sets when it compiles
     "TORCH_NCCL",
+    "TORCH_DIST_USE_NCCL2",
     "TORCH_CPP_LOG_LEVEL",
     "TORCHINDUCTOR_CACHE_DIR",
 )

@@ -41,3 +41,12 @@ def test_the_installed_versions_are_found():
     found = versions.installed()
     assert versions.difference(found, found) == ""
     assert all(found[name] for name in ("Python", "nbelastic", "torch"))
+
+
+def test_a_torch_that_was_not_tested_is_named():
+    """One line names its version and those that were tested; a tested release gives no line."""
+    assert versions.untested({"torch": "2.13.0+cu130"}) == versions.untested({}) == ""
+    assert (
+        versions.untested({"torch": "2.99.1"})
+        == "torch 2.99.1: nbelastic was not tested with it, but with 2.11, 2.13, 2.14"
+    )
