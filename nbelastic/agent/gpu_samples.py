@@ -1,4 +1,4 @@
-"""Samples of the host's GPUs: utilisation and memory, read with NVML, in the agent's process.
+"""The host's GPUs: their ids, health, utilisation and memory, read with NVML, in the agent's process.
 
 NVML counts the processes of all users. The template, from which workers are forked, must not have loaded it. So it is
 imported with the first sample.
@@ -12,22 +12,12 @@ import os
 import threading
 from typing import Any
 
+from nbelastic.agent.gpu_health import GpuHealth
+from nbelastic.protocol.ids import Gpu
+from nbelastic.system.gpu_count import parse_visible
+
 MB = 1_000_000
 Sample = tuple[int, int, int]  # utilisation in percent, MB in use, MB in total
-
-
-def parse_visible(visible: str | None) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, each once, up to the first invalid one, as CUDA reads it. None: all GPUs."""
-    if visible is None:
-        return None
-    entries: list[str] = []
-    for part in visible.split(","):
-        entry = part.strip()
-        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
-            break
-        if entry not in entries:
-            entries.append(entry)
-    return entries
 
 
 class Gpus:
@@ -38,7 +28,9 @@ class Gpus:
 
     def __init__(self) -> None:
         self._nvml: Any = None
-        self._handles: list[Any] | None = None  # None: NVML is not loaded yet
+        self._handles: dict[str, Any] | None = None  # by id; None: NVML is not loaded yet
+        self._health: GpuHealth | None = None
+        self.states: tuple[Gpu, ...] = ()  # when they were read last
         self._reader: threading.Thread | None = None
         self._latest: tuple[Sample, ...] = ()
 
@@ -48,7 +40,7 @@ class Gpus:
         `()` at first, and while NVML does not answer: it takes seconds to load, and may hang if a GPU has a fault. The caller
         must not wait for it.
         """
-        if self._handles == []:
+        if self._handles == {}:
             return ()
         if self._reader is not None and self._reader.is_alive():
             return ()
@@ -57,43 +49,86 @@ class Gpus:
         self._reader.start()
         return latest
 
+    def find(self, timeout: float) -> tuple[Gpu, ...]:
+        """The visible GPUs; none if NVML does not answer within `timeout` seconds."""
+        self.sample()
+        if self._reader is not None:
+            self._reader.join(timeout)
+        return self.states
+
+    def note_ended(self, pid: int, gpu: str) -> None:
+        """A worker of this pid has ended that used this GPU."""
+        if self._health is not None:
+            self._health.note_ended(pid, gpu)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The GPUs of which ended workers may still hold memory, when they were read last."""
+        return self._health.held if self._health is not None else frozenset()
+
     def read(self) -> tuple[Sample, ...]:
         """Read a sample of each visible GPU without a fault. Raises nothing, but may block."""
         if self._handles is None:
             self._nvml, self._handles = _load()
         nvml, found = self._nvml, []
-        for handle in self._handles:
+        for handle in self._handles.values():
             with contextlib.suppress(nvml.NVMLError):
                 found.append(_read(nvml, handle))
         return tuple(found)
 
     def close(self) -> None:
         """Shut NVML down, unless it does not answer: then it ends with the process."""
-        nvml, self._handles = self._nvml, []
+        nvml, self._handles = self._nvml, {}
         if nvml is not None and not (self._reader is not None and self._reader.is_alive()):
             self._nvml = None
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
 
     def _read_latest(self) -> None:
-        self._latest = self.read()
+        latest = self.read()
+        if self._health is None and self._handles:
+            self._health = GpuHealth(self._nvml, self._handles)
+        if self._health is not None:
+            self.states = self._health.read()
+        self._latest = latest
 
 
-def _load() -> tuple[Any, list[Any]]:
-    """Load NVML. Returns it with the handles of the visible GPUs; no handles if it does not work here."""
+def _load() -> tuple[Any, dict[str, Any]]:
+    """Load NVML. Returns it with the handles of the visible GPUs, by id; no handles if it does not work here."""
     entries = parse_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if entries == []:
-        return None, []
+        return None, {}
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception:  # noqa: BLE001  (no library, no driver, or broken ones, which may raise anything)
-        return None, []
-    handles = []
+        return None, {}
+    handles: dict[str, Any] = {}
     for entry in _indices(nvml) if entries is None else entries:
         with contextlib.suppress(nvml.NVMLError):
-            handles.append(_handle(nvml, entry))
+            handle = _handle(nvml, entry)
+            for one in _slices(nvml, handle) or [handle]:
+                handles.setdefault(_id(nvml, one, entry), one)
     return nvml, handles
+
+
+def _slices(nvml: Any, handle: Any) -> list[Any]:
+    """The slices of a GPU that is divided (MIG), as CUDA uses only these. Empty if it is whole, or a slice itself."""
+    slices: list[Any] = []
+    with contextlib.suppress(nvml.NVMLError, AttributeError):  # this GPU, or this library, has no slices
+        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+            return []
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(nvml.NVMLError):
+                slices.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    return slices
+
+
+def _id(nvml: Any, handle: Any, entry: str) -> str:
+    """Its UUID; if NVML does not tell it, what the user has written."""
+    with contextlib.suppress(nvml.NVMLError):
+        return str(nvml.nvmlDeviceGetUUID(handle))
+    return entry
 
 
 def _indices(nvml: Any) -> list[str]:

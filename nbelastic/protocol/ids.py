@@ -31,6 +31,17 @@ class HostSpec(Struct, frozen=True):
     user: str = ""
 
 
+class Gpu(Struct, frozen=True):
+    """A GPU, or a slice of one (MIG), that workers may use. `id`: its UUID, as CUDA_VISIBLE_DEVICES takes it.
+
+    `problem`: why no worker may start on it; `throttled`: why it runs slower than it could. Both may be empty.
+    """
+
+    id: str
+    problem: str = ""
+    throttled: str = ""
+
+
 class Interface(Struct, frozen=True):
     """A network interface and one of its addresses: `eth0`, `10.0.0.2`. IPv6 has no brackets and no scope."""
 

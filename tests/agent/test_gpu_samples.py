@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbelastic.agent.gpu_samples import Gpus, parse_visible
+from nbelastic.agent.gpu_samples import Gpus
+from nbelastic.system.gpu_count import parse_visible
 
 
 class NVMLError(Exception):
