@@ -30,6 +30,7 @@ import msgspec
 import psutil
 
 from nbelastic.agent.fork import fork
+from nbelastic.agent.gpu_health import HELD
 from nbelastic.agent.gpu_samples import Gpus
 from nbelastic.agent.host_addresses import addresses_by_preference
 from nbelastic.agent.nodes import Nodes
@@ -38,7 +39,7 @@ from nbelastic.agent.prober import Prober, endpoint
 from nbelastic.agent.protocol import KILL_AFTER, Action, End, Fork, Protocol, Send, SendHello, Signal
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.ids import Gpu, WorkerId
 from nbelastic.system import versions
 from nbelastic.system.addresses import address_of, is_loopback
 from nbelastic.system.driver_lease import DriverLease
@@ -50,6 +51,7 @@ from nbelastic.transport.keys import Keys
 SUSPENDED = 2.0  # seconds; a thread that runs later than planned by more than this was stopped with its process
 CHECK = 0.1  # seconds between checks of the workers' process states
 SAMPLE = 1.0  # seconds between samples
+FIND_GPUS = 10.0  # seconds in which NVML must list the GPUs; later ones are reported as soon as it does
 SILENT_AFTER = 15.0  # seconds by which the main thread is late; then the link sends nothing, as the thread may hang
 EXIT_AFTER = 60.0  # seconds by which the main thread is late; then the process exits, as nothing else would end it
 MESSAGE_TIMEOUT = 300.0  # seconds in which the main thread handles a message; the first fork waits for the template
@@ -74,8 +76,8 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class _WorkerProcess:
-    def __init__(self, process: BaseProcess) -> None:
-        self.process = process
+    def __init__(self, process: BaseProcess, gpu: str) -> None:
+        self.process, self.gpu = process, gpu
         self.stats = psutil.Process(process.pid)
 
 
@@ -89,6 +91,10 @@ class Agent:
         self._context = mp.get_context("forkserver")
         self._workers: dict[WorkerId, _WorkerProcess] = {}
         self._gpus = Gpus()
+        self._reported_gpus: tuple[Gpu, ...] = ()
+        self._waiting: dict[
+            WorkerId, tuple[agent_messages.Spawn, float]
+        ] = {}  # for memory of their GPUs, and until when
         self._done = False
         # When the process last continued after it was stopped. Messages that the driver sent meanwhile are not read yet.
         self._continued_at = 0.0
@@ -118,6 +124,7 @@ class Agent:
             at_end.callback(self._link.close)
             at_end.callback(self._end_workers)
             at_end.callback(self._nodes.close)
+            self._reported_gpus = self._gpus.find(FIND_GPUS)
             self._link.send(self._hello())
             try:
                 self._serve()
@@ -168,6 +175,8 @@ class Agent:
             dict(self._protocol.newest),
             self._nodes.numbers,
             self._nodes.ended,
+            self._reported_gpus,
+            {str(w): worker.gpu for w, worker in self._workers.items() if worker.gpu},
         )
 
     def _probe(self, order: agent_messages.Probe) -> None:
@@ -183,7 +192,7 @@ class Agent:
         last = time.monotonic()
         while not self._done:
             sentinels = {worker.process.sentinel: w for w, worker in self._workers.items()}
-            timeout = CHECK if self._workers or self._nodes.sentinels else SAMPLE
+            timeout = CHECK if self._workers or self._waiting or self._nodes.sentinels else SAMPLE
             self._turn_by = time.monotonic() + timeout
             ready = connection.wait([self._wake, *pipe, *sentinels, *self._nodes.sentinels], timeout)
             now = time.monotonic()
@@ -202,6 +211,8 @@ class Agent:
             for message in self._nodes.check(now):
                 self._link.send(message)
             self._handle_messages()
+            if self._waiting:
+                self._fork_waiting(now)
             if now >= check_at:
                 check_at = now + CHECK
                 states = {w: state_of(worker.process.pid or 0) for w, worker in self._workers.items()}
@@ -264,6 +275,11 @@ class Agent:
                 case agent_messages.StopNode(number=number, kill=kill):
                     self._nodes.stop(number, kill=kill)
                 case message:
+                    match message:  # a new driver does not know of workers that wait, and starts others
+                        case agent_messages.StopWorker(worker=w):
+                            self._waiting.pop(w, None)
+                        case messages.NewDriver():
+                            self._waiting.clear()
                     self._carry_out(self._protocol.handle(message, time.monotonic()))
         self._turn_by = time.monotonic()
 
@@ -274,12 +290,22 @@ class Agent:
                     self._link.send(message)
                 case SendHello():
                     self._link.reset_session(self._hello)
+                case Fork(order=order) if order.gpu in self._gpus.held:
+                    self._waiting[order.worker] = order, time.monotonic() + HELD
                 case Fork(order=order):
                     self._spawn(order)
                 case Signal(worker=w, kill=kill):
                     kill_group(self._workers[w].process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
                 case End():
                     self._done = True
+
+    def _fork_waiting(self, now: float) -> None:
+        """Fork workers whose GPU is free by now. If it is not in time, they may find too little memory there."""
+        self._gpus.sample()
+        for w, (order, until) in list(self._waiting.items()):
+            if order.gpu not in self._gpus.held or now >= until:
+                del self._waiting[w]
+                self._spawn(order)
 
     def _spawn(self, order: agent_messages.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
@@ -293,6 +319,7 @@ class Agent:
             "log_dir": str(self._log_dir(order.log_dir)),
             "heartbeat": self._config.heartbeat,
             "engine": order.engine,
+            "gpu": order.gpu,
             "profile": str(self._profile),
             "lease": self._config.lease,
             **self._config.settings,
@@ -301,7 +328,7 @@ class Agent:
         process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
         assert process.pid is not None
         try:
-            self._workers[order.worker] = _WorkerProcess(process)
+            self._workers[order.worker] = _WorkerProcess(process, order.gpu)
         except psutil.NoSuchProcess:  # it has ended since start()
             self._carry_out(self._protocol.exited(order.worker, process.exitcode or 1))
             return
@@ -314,8 +341,11 @@ class Agent:
         return user_folder() / "logs" / Path(self._config.log_dir).name / Path(driver_path).name
 
     def _reap(self, w: WorkerId) -> None:
-        process = self._workers[w].process
+        worker = self._workers[w]
+        process = worker.process
         process.join()
+        if worker.gpu:
+            self._gpus.note_ended(process.pid or 0, worker.gpu)
         self._carry_out(self._protocol.exited(w, process.exitcode or 0))
         del self._workers[w]
         process.close()
@@ -329,10 +359,15 @@ class Agent:
             except psutil.NoSuchProcess:
                 continue
         memory, gpus = psutil.virtual_memory(), self._gpus.sample()
+        if self._gpus.states != self._reported_gpus:
+            self._reported_gpus = self._gpus.states
+            self._link.send(ev.GpusReported(self._config.host, self._reported_gpus))
         cpu = psutil.cpu_percent()
         blocked = self._protocol.blocked(now)
         self._link.report(
-            agent_messages.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked)
+            agent_messages.AgentSample(
+                self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked, self._gpus.throttled
+            )
         )
 
     def _end_workers(self) -> None:

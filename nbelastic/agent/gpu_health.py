@@ -25,6 +25,7 @@ class GpuHealth:
         self._xids: dict[str, int] = {}  # the first one of each GPU that means a fault
         self._memory_errors: dict[str, int] = {}  # how many there were at first
         self._ended: dict[int, tuple[str, float]] = {}  # the GPU of each ended worker that may hold it, and since when
+        self.throttled: tuple[str, ...] = ()  # GPUs that run slower than they could, and why
         self._events: Any = None
         with contextlib.suppress(*self._ignored):
             self._events = nvml.nvmlEventSetCreate()
@@ -44,9 +45,9 @@ class GpuHealth:
     def read(self) -> tuple[Gpu, ...]:
         """The present health of each GPU."""
         self._read_xids()
-        return tuple(
-            Gpu(gpu, self._problem(gpu, handle), self._throttled(handle)) for gpu, handle in self._handles.items()
-        )
+        slow = {gpu: self._throttled(handle) for gpu, handle in self._handles.items()}
+        self.throttled = tuple(f"GPU {gpu}: {why}" for gpu, why in slow.items() if why)
+        return tuple(Gpu(gpu, self._problem(gpu, handle)) for gpu, handle in self._handles.items())
 
     def _problem(self, gpu: str, handle: Any) -> str:
         nvml, whole = self._nvml, self._whole(handle)

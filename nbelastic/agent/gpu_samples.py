@@ -66,6 +66,11 @@ class Gpus:
         """The GPUs of which ended workers may still hold memory, when they were read last."""
         return self._health.held if self._health is not None else frozenset()
 
+    @property
+    def throttled(self) -> tuple[str, ...]:
+        """GPUs that run slower than they could, and why, when they were read last."""
+        return self._health.throttled if self._health is not None else ()
+
     def read(self) -> tuple[Sample, ...]:
         """Read a sample of each visible GPU without a fault. Raises nothing, but may block."""
         if self._handles is None:

@@ -103,6 +103,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         cooldown=(float(given["cooldown"][0]), float(given["cooldown"][1])),
         silence=silence,
         stall=_seconds(given["stall"]),
+        backend=given["backend"],
         timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], launcher),
     )
     lease = float(given["lease"]) if given["keep"] else max(LEASE_WITH_SSH if launcher == SSH else LEASE, silence)
@@ -111,7 +112,6 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         limits=limits,
         discovery=source,
         run_folder=run_folder.path,
-        backend=given["backend"],
         preload=tuple(given["preload"]),
         environment={name: str(value) for name, value in (given["env"] or {}).items()},
         nics=tuple(part.strip() for part in nics.split(",") if part.strip()),

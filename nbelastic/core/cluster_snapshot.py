@@ -46,6 +46,7 @@ class SavedCluster(Struct, frozen=True):
     job: str
     outcome: str
     reason: str
+    backend: str
     formed: bool
     kept_state: KeptState | None
     last_formed: int
@@ -89,6 +90,7 @@ def snapshot_of(cluster: ClusterState) -> SavedCluster:
         job=job.name,
         outcome=job.outcome,
         reason=job.reason,
+        backend=job.backend,
         formed=job.formed,
         kept_state=replace(cluster.kept_state, reader=None) if cluster.kept_state is not None else None,
         last_formed=cluster.last_formed,

@@ -51,7 +51,10 @@ class QueryPosition(Command):
 
 
 class StartWorker(Command):
+    """Start this worker. `gpu`: the only GPU that it sees; empty: those of its agent."""
+
     worker: WorkerId
+    gpu: str = ""
 
 
 class StopWorker(Command):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from nbelastic.core import arrivals, jobs, provisioning, stores
+from nbelastic.core import arrivals, gpus, jobs, provisioning, stores
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.ranks import rank_order
@@ -177,6 +177,13 @@ def form(cluster: ClusterState, members: tuple[WorkerId, ...], now: float, out: 
         store = Reason("new-store", names=(str(members[0]),), text=f"at {address}")
         reason = Reason("ready", len(members), then=store)
         return with_reason(replace(cluster, too_few_since=None), reason, store_by)
+    job = cluster.active
+    assert job is not None
+    if not job.backend:
+        backend, problem = gpus.choose_back_end(cluster)
+        if problem:
+            return jobs.end(cluster, "failed", problem, now, out)
+        cluster = replace(cluster, job=replace(job, backend=backend))
     members = stores.with_store_first(cluster, members)
     cluster = stop_leavers(cluster, staying(cluster), out)
     formation = choose_root_and_receivers(cluster.highest_generation + 1, [cluster.workers[w] for w in members])

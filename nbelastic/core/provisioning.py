@@ -7,7 +7,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from nbelastic.core import arrivals
+from nbelastic.core import arrivals, gpus
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_slots, workers_on
@@ -47,7 +47,8 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     wanted = cluster.limits.wanted - _staying(cluster)
     needs_reader = keeper(cluster) if _needs_kept_state_reader(cluster) else None
     changed: dict[str, Host] = {}
-    started: list[WorkerId] = []
+    started: dict[WorkerId, str] = {}  # with their GPUs
+    free: gpus.FreeGpus | None = None
 
     def room(name: str, host: Host) -> float:
         """How many may be started there."""
@@ -66,20 +67,22 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         elif host.phase is HostPhase.STARTING:
             wake = min(wake, arrivals.agent_deadline(cluster, host))
         elif not host.full and room(name, host) > 0:
-            filled, fresh, backoff_ends = _fill(host, room(name, host), now)
+            free = free or gpus.FreeGpus(cluster)
+            filled, fresh, backoff_ends = _fill(cluster, host, room(name, host), free, now)
             wake = min(wake, backoff_ends)
-            if fresh:
+            if fresh or filled.reason != host.reason:
                 changed[name] = filled
-                started += fresh
+                started |= fresh
     if started:
         wake = min(wake, now + cluster.limits.timeouts.worker)
     if not changed:
         return cluster if cluster.wake_at == wake else replace(cluster, wake_at=wake)
-    out.extend(cmd.StartWorker(w) for w in started)
+    out.extend(cmd.StartWorker(w, gpu) for w, gpu in started.items())
     return replace(
         cluster,
         hosts={**cluster.hosts, **changed},
-        workers=cluster.workers | {w: Worker(w, WorkerState.STARTING, since=now) for w in started},
+        workers=cluster.workers
+        | {w: Worker(w, WorkerState.STARTING, since=now, gpu=gpu) for w, gpu in started.items()},
         starting=cluster.starting.union(started),
         wake_at=wake,
     )
@@ -103,17 +106,24 @@ def expect_workers(cluster: ClusterState, ids: Collection[WorkerId]) -> ClusterS
     return replace(cluster, starting=cluster.starting.union(ids), wake_at=min(cluster.wake_at, wake))
 
 
-def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[WorkerId], float]:
+def _fill(
+    cluster: ClusterState, host: Host, wanted: float, free: gpus.FreeGpus, now: float
+) -> tuple[Host, dict[WorkerId, str], float]:
     """Start up to `wanted` workers in the host's free slots. The last value is when the next back-off ends."""
-    slots = list(host.slots)
-    started: list[WorkerId] = []
+    slots, no_gpu = list(host.slots), False
+    started: dict[WorkerId, str] = {}
     for index, slot in enumerate(slots[: host.spec.slots]):
         if slot.busy or slot.backoff_until > now or len(started) >= wanted:
             continue
-        started.append(WorkerId(host.spec.name, index, slot.incarnation + 1))
+        gpu = free.take(host)
+        if gpu is None:
+            no_gpu = True
+            break
+        started[WorkerId(host.spec.name, index, slot.incarnation + 1)] = gpu
         slots[index] = replace(slot, incarnation=slot.incarnation + 1, busy=True, backoff_until=0.0, reason="")
     in_backoff = [slot for slot in slots[: host.spec.slots] if slot.backoff_until > now]
-    reason = in_backoff[0].reason if in_backoff else ""
+    without_gpu = gpus.why_no_worker(cluster, host) if no_gpu else gpus.problems(host)
+    reason = in_backoff[0].reason if in_backoff else without_gpu
     backoff_ends = min((slot.backoff_until for slot in in_backoff), default=NEVER)
     return replace(with_slots(host, tuple(slots)), reason=reason), started, backoff_ends
 

@@ -15,7 +15,7 @@ from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
 from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.events import PositionReported, ProgramEnded, WorkerSucceeded
-from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
+from nbelastic.protocol.ids import Gpu, HostSpec, Interface, WorkerId
 from nbelastic.protocol.script_events import NodeReady
 
 WorkerSet = Literal["awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects", "hung"]
@@ -81,6 +81,7 @@ class Host(Struct, frozen=True):
     moved_at: float = 0.0  # when its workers got another address; 0.0: never
     admitted: int = 0  # number of its latest admission; it grows over all hosts
     unreached_hosts: tuple[str, ...] = ()  # that it did not reach when it was left out
+    gpus: tuple[Gpu, ...] = ()  # that its agent has found
 
     @property
     def is_up(self) -> bool:
@@ -163,6 +164,7 @@ class Worker(Struct, frozen=True, gc=False):
     state: WorkerState
     since: float  # when it was started or, later, when it became ready for the first time
     pid: int = 0
+    gpu: str = ""  # the only one that it sees; empty: it was allotted none
     job: str = ""  # whose program runs on it
     generation: int = 0  # the last one that it has left
     commit: int = 0  # of its training state, counted from the beginning of the job
@@ -182,6 +184,7 @@ class Worker(Struct, frozen=True, gc=False):
 
 class Job(Struct, frozen=True):
     name: str
+    backend: str = ""  # nccl or gloo, of all its worlds; empty: none has been formed yet
     formed: bool = False  # a world of it has run
     succeeded: frozenset[WorkerId] = frozenset()  # members whose elastic function has returned
     ended: frozenset[WorkerId] = frozenset()  # workers whose program has ended without an error

@@ -12,12 +12,14 @@ from msgspec.structs import replace
 from nbelastic.core import (
     backoff,
     deadlines,
+    gpus,
     hangs,
     host_admission,
     jobs,
     liveness,
     losses,
     partitions,
+    provisioning,
     reconfiguration,
     requests,
     script_job,
@@ -78,6 +80,8 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return host_admission.agent_ready(cluster, event, now, out)
         case ev.AgentLost(host=name, reason=reason):
             return losses.host_lost(cluster, name, reason, now, out)
+        case ev.GpusReported():
+            return provisioning.provision(gpus.reported(cluster, event, out), now, out)
         case ev.Probed():
             return partitions.probed(host_admission.probed(cluster, event), event)
         case ev.ExternalAccessOpened(address=address):

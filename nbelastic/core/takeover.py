@@ -66,7 +66,7 @@ def resume(
     for name, host in tuple(cluster.hosts.items()):
         if host.phase is HostPhase.STARTING and name in agents:
             agent, problem = agents[name], (problems or {}).get(name, "")
-            ready = ev.AgentReady(name, agent.pid, agent.addresses, agent.port, problem)
+            ready = ev.AgentReady(name, agent.pid, agent.addresses, agent.port, problem, gpus=agent.gpus)
             cluster = _handle(cluster, ready, now, out)
     return _handle(cluster, ev.Ticked(), now, out), tuple(out)
 

@@ -41,7 +41,14 @@ def restore_hosts(
     out.extend(cmd.StopAgent(name) for name in unwanted)  # the earlier command may be lost
     job, kept = None, saved.kept_state
     if saved.job:
-        job = Job(saved.job, formed=saved.formed, ranks=saved.ranks, outcome=saved.outcome, reason=saved.reason)
+        job = Job(
+            saved.job,
+            backend=saved.backend,
+            formed=saved.formed,
+            ranks=saved.ranks,
+            outcome=saved.outcome,
+            reason=saved.reason,
+        )
     cluster = ClusterState(
         saved.limits,
         hosts=hosts,
@@ -104,6 +111,7 @@ def _with_agent(old: SavedHost, agent: AgentHello, number: int, now: float) -> H
         address=address,
         agreed_addresses=(address,) if address and not is_loopback(address) else (),
         admitted=number,
+        gpus=agent.gpus,
     )
 
 
@@ -134,10 +142,11 @@ def restore_workers(
     workers: dict[WorkerId, Worker] = {}
     name = cluster.active.name if cluster.active else ""
     used = [agents[n] for n, host in cluster.hosts.items() if n in agents and host.phase is not HostPhase.LOST]
+    gpus = {w: gpu for agent in used for w, gpu in agent.worker_gpus.items()}
     for w, pid in (pair for agent in used for pair in agent.workers):
         report = reports.get(w)
         if report is None:
-            workers[w] = Worker(w, WorkerState.STARTING, since=now, pid=pid)
+            workers[w] = Worker(w, WorkerState.STARTING, since=now, pid=pid, gpu=gpus.get(str(w), ""))
             continue
         job = report.job if report.busy or report.job == name else ""
         versions = frozenset(cell.version for cell in cluster.setup) if job else frozenset(ran.get(w, ()))
@@ -148,6 +157,7 @@ def restore_workers(
             WorkerState.RUNNING if job and report.generation else state,
             since=now,
             pid=pid,
+            gpu=gpus.get(str(w), ""),
             job=job,
             generation=report.left_generation,
             commit=report.commit,

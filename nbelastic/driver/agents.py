@@ -21,7 +21,7 @@ from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.worker_spawner import WorkerSpawner
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
 from nbelastic.provision.launchers import AdoptedAgent, Agent, BatchJobAgent
 from nbelastic.provision.tcp_proxy import ProxySet
@@ -163,8 +163,8 @@ class Agents:
                 self._start(spec)
             case cmd.StopAgent(host=host):
                 self._stop(host)
-            case cmd.StartWorker(worker=w):
-                self.spawner.spawn(w, log_dir)
+            case cmd.StartWorker():
+                self.spawner.spawn(command, log_dir)
             case cmd.StopWorker(worker=w, kill=kill):
                 self.send(w.host, agent_messages.StopWorker(w, kill))
 
@@ -251,19 +251,19 @@ class Agents:
             "defaults": NCCL_DEFAULTS,
             "environment": {**NCCL_ENVIRONMENT, **settings.environment},
             "cwd": settings.cwd or "",
-            "settings": {"backend": settings.backend, "slots": str(spec.slots)},
+            "settings": {"slots": str(spec.slots)},
         }
 
     def _expected_workers(self) -> int:
         """How many workers may run: as many as there are slots, or the limit if that is lower."""
         return int(min(self._settings.limits.wanted, sum(handle.slots for handle in self._handles.values())))
 
-    def _spawn(self, w: WorkerId, log_dir: Path, connection: str) -> None:
+    def _spawn(self, command: cmd.StartWorker, log_dir: Path, connection: str) -> None:
         """Have a host's agent start a worker. `connection`: of ipyparallel's controller."""
-        handle = self._handles.get(w.host)
+        handle = self._handles.get(command.worker.host)
         if handle is not None:
             proxied = self.tcp_proxies.proxied_connection(handle.driver_address, connection)
-            self._server.send(handle.peer, agent_messages.Spawn(w, str(log_dir), proxied))
+            self._server.send(handle.peer, agent_messages.Spawn(command.worker, str(log_dir), proxied, command.gpu))
 
     def _stop(self, host: str) -> None:
         handle = self._handles.get(host)

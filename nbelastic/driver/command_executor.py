@@ -101,10 +101,10 @@ class CommandExecutor:
         match command:
             case cmd.FormWorld():
                 self._event_log.note_formation(command, now)
-                send(command.to or command.members, _formation(command))
+                send(command.to or command.members, self._formation(command))
             case cmd.PrepareWorld(formation=formation):
                 self._event_log.note_preparation(now)
-                send(formation.members, worker_messages.Prepare(_formation(formation)))
+                send(formation.members, worker_messages.Prepare(self._formation(formation)))
             case cmd.AskLeave(generation=generation, members=members, number=number):
                 self._open_question = command
                 self._event_log.note_leave(now, broken=False)
@@ -119,6 +119,15 @@ class CommandExecutor:
         if isinstance(command, cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld):
             self._open_question = None
 
+    def _formation(self, command: cmd.FormWorld) -> worker_messages.Formation:
+        """The message to each member."""
+        job, by_host = self._cluster().job, groupby(command.members, key=lambda w: w.host)
+        hosts = tuple((host, tuple(w.slot for w in workers)) for host, workers in by_host)
+        backend, receivers = job.backend if job is not None else "", ranges(command.receivers)
+        return worker_messages.Formation(
+            command.generation, hosts, command.store, command.root, receivers, backend or "gloo"
+        )
+
     def cancel_open_leave(self, now: float) -> None:
         """Let members stay that were asked to leave: they would wait at their next commit for a decision."""
         if self._open_question is not None:
@@ -128,10 +137,3 @@ class CommandExecutor:
     def _job_log_dir(self) -> Path:
         job = self._cluster().active
         return self._log_dir / (job.name if job else "idle")
-
-
-def _formation(command: cmd.FormWorld) -> worker_messages.Formation:
-    """The message to each member."""
-    by_host = groupby(command.members, key=lambda w: w.host)
-    hosts = tuple((host, tuple(w.slot for w in workers)) for host, workers in by_host)
-    return worker_messages.Formation(command.generation, hosts, command.store, command.root, ranges(command.receivers))

@@ -127,7 +127,8 @@ class ReceivedMessages:
         if untested and not problem:
             self._record(cmd.Record("torch-untested", f"{host}: {untested}", host=host))
         driver_address = self._agents.driver_address_for(host)
-        self._post(ev.AgentReady(host, message.pid, message.addresses, message.port, problem, driver_address))
+        ready = ev.AgentReady(host, message.pid, message.addresses, message.port, problem, driver_address, message.gpus)
+        self._post(ready)
 
     def _handle_worker_hello(self, message: worker_messages.WorkerHello) -> None:
         w, refused = message.worker, message.refused

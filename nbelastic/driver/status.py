@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nbelastic.core.reasons import in_words
-from nbelastic.core.state import ClusterState, host_backoff_until
+from nbelastic.core.state import ClusterState, Host, host_backoff_until
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers
@@ -47,7 +47,7 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
                 host.address,
                 host.spec.slots,
                 phase,
-                host.reason or telemetry.batch_jobs.get(host.spec.name, ""),
+                _host_reason(host, telemetry),
                 until - now if until else 0.0,
                 cpu=sample.cpu if sample else None,
                 memory=sample.memory if sample else None,
@@ -78,6 +78,12 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
         orders=tuple(telemetry.requests),
         copies=_copies(cluster, telemetry),
     )
+
+
+def _host_reason(host: Host, telemetry: Telemetry) -> str:
+    sample = telemetry.host_samples.get(host.spec.name)
+    slower = f"slower than it could be: {'; '.join(sample.throttled)}" if sample and sample.throttled else ""
+    return host.reason or slower or telemetry.batch_jobs.get(host.spec.name, "")
 
 
 def _workers(

@@ -39,6 +39,7 @@ class HostSample(Struct, frozen=True):
     memory: int
     memory_total: int
     gpus: tuple[tuple[int, int, int], ...]
+    throttled: tuple[str, ...] = ()  # GPUs that run slower than they could, and why
 
 
 class WholeCommit(Struct, frozen=True):
@@ -122,7 +123,9 @@ class Telemetry(Struct):
         self.computed_at.update((name, now) for name, (cpu, _) in alive.items() if cpu >= IDLE_CPU)
         others = {name: seconds for name, seconds in self.blocked.items() if name not in message.workers}
         self.blocked = {**others, **{name: seconds for name, seconds in message.blocked.items() if name in alive}}
-        self.host_samples[message.host] = HostSample(message.cpu, message.memory, message.memory_total, message.gpus)
+        self.host_samples[message.host] = HostSample(
+            message.cpu, message.memory, message.memory_total, message.gpus, message.throttled
+        )
         self.worker_samples.update(alive)
 
     def is_idle(self, w: WorkerId, now: float) -> bool:

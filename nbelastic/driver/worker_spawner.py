@@ -11,7 +11,6 @@ from nbelastic.core import commands as cmd
 from nbelastic.driver.dependencies import Controller
 from nbelastic.errors import HostError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.system.fault_handling import Report
 
@@ -19,7 +18,7 @@ from nbelastic.system.fault_handling import Report
 class WorkerSpawner:
     """Lives in the driver's thread. Workers wait for the controller, because they register their engines with it.
 
-    `create_controller` makes the controller, `spawn_now(worker, log_dir, connection)` has an agent start a worker, and
+    `create_controller` makes the controller, `spawn_now(command, log_dir, connection)` has an agent start a worker, and
     `expected_workers()` returns how many workers the controller must serve.
     """
 
@@ -27,7 +26,7 @@ class WorkerSpawner:
         self,
         settings: Settings,
         create_controller: Callable[..., Controller],
-        spawn_now: Callable[[WorkerId, Path, str], None],
+        spawn_now: Callable[[cmd.StartWorker, Path, str], None],
         expected_workers: Callable[[], int],
         *,
         post: Callable[[ev.Event], None],
@@ -38,7 +37,7 @@ class WorkerSpawner:
         self._settings, self._create_controller = settings, create_controller
         self._spawn_now, self._expected_workers = spawn_now, expected_workers
         self._post, self._record, self._report, self._save = post, record, report, save
-        self._queue: list[tuple[WorkerId, Path]] = []  # workers that wait for the controller
+        self._queue: list[tuple[cmd.StartWorker, Path]] = []  # workers that wait for the controller
         self._controller: Controller | None = None
         self._start_task: asyncio.Task[None] | None = None
         self._recorded_trouble = ""  # the newest reason in the event log why the controller failed
@@ -77,12 +76,12 @@ class WorkerSpawner:
         if self._controller is not None:
             await self._controller.stop()
 
-    def spawn(self, w: WorkerId, log_dir: Path) -> None:
+    def spawn(self, command: cmd.StartWorker, log_dir: Path) -> None:
         """Spawn a worker now, or as soon as the controller accepts it."""
         if self._controller is None or not self._controller.connection:
-            self._queue.append((w, log_dir))
+            self._queue.append((command, log_dir))
         else:
-            self._spawn_now(w, log_dir, self._controller.connection)
+            self._spawn_now(command, log_dir, self._controller.connection)
 
     async def _start(self, *, attach: bool) -> None:
         settings = self._settings
@@ -104,8 +103,8 @@ class WorkerSpawner:
             self._post(ev.StopRequested(f"ipyparallel's controller could not be started: {error}"))
             return
         self._save()
-        for w, log_dir in self._queue:
-            self._spawn_now(w, log_dir, self._controller.connection)
+        for command, log_dir in self._queue:
+            self._spawn_now(command, log_dir, self._controller.connection)
         self._queue.clear()
 
     def _on_failed(self, reason: str) -> None:

@@ -18,6 +18,8 @@ def boot(settings: dict[str, Any]) -> None:
     template = sys.modules.get("nbelastic.programs.template")
     die_with_parent(parent=getattr(template, "PID", 0))
     mp.set_start_method(None, force=True)  # not the inherited fork server: data loaders start as usual
+    if settings["gpu"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings["gpu"]  # before anything looks for GPUs, so that it is `cuda:0`
     log_to(settings["log_dir"], settings["worker"])
     faulthandler.enable(2)  # a crash in C writes the Python stacks to the log
     set_interface(settings["interface"], settings["outward"])

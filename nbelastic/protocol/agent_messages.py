@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.ids import Interface, WorkerId
+from nbelastic.protocol.ids import Gpu, Interface, WorkerId
 from nbelastic.protocol.messages import Message, NewDriver, Rehome
 
 
@@ -25,6 +25,8 @@ class AgentHello(Message):
     newest: dict[int, int] = {}  # the highest incarnation so far, by slot
     nodes: tuple[int, ...] = ()  # numbers of the nodes that run
     ended: dict[int, int] = {}  # exit codes of nodes that have ended, by number
+    gpus: tuple[Gpu, ...] = ()  # that its workers may use
+    worker_gpus: dict[str, str] = {}  # by `str(WorkerId)`: the GPU of a worker that runs
 
 
 class AgentSample(Message):
@@ -37,6 +39,7 @@ class AgentSample(Message):
     gpus: tuple[tuple[int, int, int], ...] = ()  # per visible GPU: utilisation in percent, MB in use, MB in total
     memory_total: int = 0  # bytes
     blocked: dict[str, float] = {}  # seconds for which a worker's main thread is in uninterruptible sleep (state D)
+    throttled: tuple[str, ...] = ()  # GPUs that run slower than they could, and why
 
 
 class AgentGoodbye(Message):
@@ -60,6 +63,7 @@ class Spawn(Message):
     worker: WorkerId
     log_dir: str
     engine: str  # ipyparallel's connection information, as JSON
+    gpu: str = ""  # the only GPU that it sees; empty: those of the agent
 
 
 class StopWorker(Message):
@@ -130,6 +134,7 @@ FromAgent = (
     | AgentSample
     | AgentGoodbye
     | ev.Probed
+    | ev.GpusReported
     | ev.WorkerStarted
     | ev.WorkerExited
     | ev.WorkerFrozen

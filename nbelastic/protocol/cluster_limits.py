@@ -22,6 +22,7 @@ class Limits(Struct, frozen=True):
     silence: float = 10.0  # without a message for so long, a host or worker is unresponsive
     stall: float | None = None  # a member that keeps the others waiting for so long is replaced; None: never
     timeouts: Timeouts = Timeouts()
+    backend: str = "auto"
     room: int | None = None  # workers that the limit of open files on the driver's machine allows; None: any number
 
     @property

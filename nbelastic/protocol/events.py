@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
+from nbelastic.protocol.ids import Gpu, HostSpec, Interface, WorkerId
 
 
 class Event(Struct, frozen=True, tag=True):
@@ -115,6 +115,14 @@ class AgentReady(Event):
     port: int = 0
     problem: str = ""  # why the host cannot be used, as "nbelastic 0.2 there, 0.3 here"
     driver_address: str = ""  # where the agent reaches the driver's machine; empty: it runs on that machine
+    gpus: tuple[Gpu, ...] = ()  # that its workers may use
+
+
+class GpusReported(Event):
+    """Agent → core: after its hello, the agent has found other GPUs, or a problem of one, or that a problem is gone."""
+
+    host: str
+    gpus: tuple[Gpu, ...]
 
 
 class Probed(Event):

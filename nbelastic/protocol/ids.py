@@ -34,12 +34,11 @@ class HostSpec(Struct, frozen=True):
 class Gpu(Struct, frozen=True):
     """A GPU, or a slice of one (MIG), that workers may use. `id`: its UUID, as CUDA_VISIBLE_DEVICES takes it.
 
-    `problem`: why no worker may start on it; `throttled`: why it runs slower than it could. Both may be empty.
+    `problem`: why no worker may start on it; empty: it is healthy.
     """
 
     id: str
     problem: str = ""
-    throttled: str = ""
 
 
 class Interface(Struct, frozen=True):

@@ -57,7 +57,6 @@ class Settings(msgspec.Struct, frozen=True):
     limits: Limits
     discovery: Source
     run_folder: Path
-    backend: str
     preload: tuple[str, ...]
     environment: dict[str, str]
     nics: tuple[str, ...]
@@ -92,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True):
         """UsageError, in one line, for the first wrong value."""
         limits, cooldown = self.limits, self.limits.cooldown
         check_bounds(limits.min, limits.max)
-        check(self.backend in ("auto", "gloo", "nccl"), f"backend={self.backend!r}: choose auto, gloo or nccl.")
+        check(limits.backend in ("auto", "gloo", "nccl"), f"backend={limits.backend!r}: choose auto, gloo or nccl.")
         check(limits.spares >= 0, f"spares={limits.spares}: at least 0.")
         check(limits.patience > 0, f"elastic_timeout={limits.patience:g}: more than 0 seconds, or None.")
         check(self.silence >= 1, f"silence={self.silence:g}: at least 1 second.")

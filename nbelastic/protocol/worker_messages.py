@@ -203,6 +203,7 @@ class Formation(Message):
     store: str
     root: int  # the rank that sends the training state
     receivers: tuple[tuple[int, int], ...]  # ranks that need it, as ranges: the first, and the one after the last
+    backend: str = "gloo"  # or nccl; the same in all generations of a job
 
 
 class Prepare(Message):

@@ -23,6 +23,7 @@ class Formation(Struct, frozen=True):
     root: int
     receivers: tuple[int, ...]
     hosts: tuple[tuple[str, int], ...]
+    backend: str = "gloo"  # or nccl
 
 
 def formation_of(order: worker_messages.Formation, worker: WorkerId) -> Formation:
@@ -42,4 +43,5 @@ def formation_of(order: worker_messages.Formation, worker: WorkerId) -> Formatio
         order.root,
         tuple(rank for first, end in order.receivers for rank in range(first, end)),
         tuple((host, len(slots)) for host, slots in order.hosts),
+        order.backend,
     )

@@ -22,6 +22,7 @@ from nbelastic.system import pickling
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.transport.client import Client
 from nbelastic.worker import protocol
+from nbelastic.worker.accelerator import accelerator_for
 from nbelastic.worker.environment import set_interface
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
@@ -190,7 +191,7 @@ class LinkThread:
             error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:MAX_PREPARE_ERROR]
             self.link.send(ev.WorkerPrepared(self._worker, formation.generation, error))
 
-        self._groups.next.prepare(formation, self._groups.accelerator, done)
+        self._groups.next.prepare(formation, accelerator_for(formation.backend), done)
 
     def tick(self) -> float:
         """Do what is due; returns the seconds until the next tick."""

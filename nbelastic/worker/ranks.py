@@ -40,8 +40,8 @@ def cross_size() -> int:
 
 
 def device() -> torch.device:
-    """The device of this worker: `cuda:<slot>` for the life of its process, or the CPU."""
-    return _device.device(session.current().worker.slot)
+    """The device of this worker: `cuda:0`, as it sees only its own GPU, or the CPU."""
+    return _device.device()
 
 
 def local_group() -> dist.ProcessGroup:

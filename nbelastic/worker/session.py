@@ -23,7 +23,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import protocol
 from nbelastic.worker.accelerator import accelerator_for
-from nbelastic.worker.device import backend_for, device
+from nbelastic.worker.device import device
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import REPEAT, may_be_collective
@@ -65,7 +65,6 @@ class Session:
         self.checkpoints: JobCheckpoints | None = None  # of this job
         self._refused: str = settings.get("refused", "")  # which modules the template has refused, and why
         self._relay = Path(settings["relay"])  # the folder of this host's agent
-        self._choice: tuple[str, int] = (settings["backend"], int(settings["slots"]))
         self._protocol = protocol.Protocol(self.worker, float(settings["lease"]))
         self._inbox = Inbox()
         self._groups = Groups(settings["address"], self._protocol.is_over)
@@ -115,15 +114,11 @@ class Session:
         self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), engine, self._refused))
 
     def begin(self, job: str) -> None:
-        """Begin a program: drop what belongs to the last one.
-
-        ValueError if the requested back end is not available; JobStoppedError if the job is over already.
-        """
+        """Begin a program: drop what belongs to the last one. JobStoppedError if the job is over already."""
         self.warm_up.wait()
-        backend = backend_for(*self._choice)
         self.leave_group()
         self._groups.end_last()
-        self._groups.accelerator = accelerator_for(backend)
+        self._groups.accelerator = None  # until the first formation names the back end
         self._groups.next.abort()
         self.output.job, self.output.rank = job, None
         with self._inbox.lock:
@@ -190,6 +185,7 @@ class Session:
 
     def join(self, formation: Formation, offer: Offer) -> None:
         """Form the generation's process group. Raises what torch raises, or WorldAborted."""
+        self._groups.accelerator = accelerator_for(formation.backend)
         self._groups.open(formation.generation)
         self._protocol.generation = formation.generation
         if self._protocol.is_over(formation.generation):
@@ -285,7 +281,7 @@ class Session:
         """
         if self._groups.uses_gpu:
             self._groups.synchronize(all_streams=True)
-            self.check(device(self.worker.slot))
+            self.check(device())
 
     def on_any_rank(self, mine: bool) -> bool:
         """Collective: whether `mine` is true on any rank."""

@@ -55,7 +55,9 @@ def test_a_fault_is_a_problem(machine, before, after, problem):
 
 def test_throttling_is_shown_and_is_no_problem(machine):
     machine(throttle=0x40 | 0x20 | 0x04)
-    assert Gpus().find(10) == (Gpu("GPU-a", "", "heat, power limit"),)
+    gpus = Gpus()
+    assert gpus.find(10) == (Gpu("GPU-a"),)
+    assert gpus.throttled == ("GPU GPU-a: heat, power limit",)
 
 
 def test_slices_of_a_divided_gpu_are_its_gpus(machine):

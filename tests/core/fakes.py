@@ -8,7 +8,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import HUNG
-from nbelastic.protocol.ids import Interface, WorkerId
+from nbelastic.protocol.ids import Gpu, Interface, WorkerId
 
 SIGKILL = -9
 
@@ -61,6 +61,7 @@ class FakeCluster:
         self.kept: dict[WorkerId, tuple[str, int]] = {}  # on disks, by these workers: a job's state, and its commit
         self.started: set[WorkerId] = set()  # every worker ever started
         self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
+        self.gpus: dict[str, tuple[Gpu, ...]] = {}  # of hosts that have any
         self.homes: dict[str, str] = {}  # where their workers' stores are
         self.cut: set[tuple[str, str]] = set()  # (host, address): the host does not reach the address
         self.stores: dict[WorkerId, str] = {}  # what each has offered last
@@ -166,10 +167,11 @@ class FakeCluster:
                 pass
 
     def _hello(self, name: str) -> ev.AgentReady:
+        gpus = self.gpus.get(name, ())
         if name not in self.addresses:
-            return ev.AgentReady(name, 1)
+            return ev.AgentReady(name, 1, gpus=gpus)
         self.homes[name] = self.addresses[name][0]
-        return ev.AgentReady(name, 1, self.interfaces(name), 4711)
+        return ev.AgentReady(name, 1, self.interfaces(name), 4711, gpus=gpus)
 
     def interfaces(self, name: str) -> tuple[Interface, ...]:
         named = enumerate(self.addresses.get(name, ()))

@@ -67,6 +67,7 @@ FILL = {
     worker_messages.Formation: worker_messages.Formation(7, (("a", (0, 2)), ("b", (1,))), "127.0.0.1:1", 0, ((1, 3),)),
     tuple[tuple[str, tuple[int, ...]], ...]: (("a", (0, 2)), ("b", (1,))),
     tuple[tuple[int, int], ...]: ((1, 3),),
+    tuple[ids.Gpu, ...]: (ids.Gpu("GPU-1a", "NVML has reported Xid 79"), ids.Gpu("MIG-2")),
     worker_messages.Copies | None: worker_messages.Copies(9, 40, 0.5, 0.1, (2,), (3,), shared=True),
 }
 

@@ -208,7 +208,6 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
         limits=Limits(**limits),
         discovery=ListedHosts(parse_hosts(hosts, slots)),
         run_folder=folder / "run",
-        backend="gloo",
         preload=(),
         environment={},
         nics=(),

@@ -46,8 +46,9 @@ def config_of(observed, server, keys):
         "preload": [],
         "threads": "",
         "environment": {},
+        "defaults": {},
         "cwd": "",
-        "settings": {"backend": "gloo", "slots": "2"},
+        "settings": {"slots": "2"},
     }
 
 

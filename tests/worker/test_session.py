@@ -26,7 +26,7 @@ GENERATION = 7
 @pytest.fixture
 def session():
     """It is in a generation; what it sends stays in its link."""
-    settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "relay": "/tmp"}
+    settings = {"worker": "a/0#1", "address": "127.0.0.1", "relay": "/tmp"}
     settings["heartbeat"], settings["lease"] = 1.0, math.inf
     session = Session(settings)
     session.groups.present = Group(GENERATION)

@@ -1,0 +1,128 @@
+"""Which GPU each worker gets, which GPUs are left out, and the back end of a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import commands as cmd
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import Gpu
+from tests.core.fakes import wid
+from tests.core.story import Story
+
+
+def cluster(*hosts: str, gpus: dict[str, str], **limits) -> Story:
+    """`cluster("a:2", gpus={"a": "A B"})`: the host `a` has the GPUs A and B."""
+    story = Story(**limits)
+    story.gpus = {host: tuple(Gpu(name) for name in names.split()) for host, names in gpus.items()}
+    for host in hosts:
+        story.add(host)
+    return story.answer()
+
+
+def allotted(story: Story) -> dict[str, str]:
+    return {str(w): worker.gpu for w, worker in sorted(story.cluster.workers.items())}
+
+
+def backend(story: Story) -> str:
+    assert story.cluster.job is not None
+    return story.cluster.job.backend
+
+
+def test_each_worker_gets_a_gpu_of_its_own():
+    story = cluster("a:2", "b:2", gpus={"a": "A B", "b": "C D"})
+    assert allotted(story) == {"a/0#1": "A", "a/1#1": "B", "b/0#1": "C", "b/1#1": "D"}
+
+
+def test_two_hosts_of_one_machine_share_no_gpu_while_one_is_free():
+    """Both hosts report the machine's two GPUs; a third host has to share one."""
+    story = cluster("a:1", "b:1", gpus={"a": "A B", "b": "A B", "c": "A B"})
+    assert allotted(story) == {"a/0#1": "A", "b/0#1": "B"}
+    story.add("c:1").answer()
+    assert allotted(story)["c/0#1"] == "A"
+
+
+def test_more_workers_than_gpus_share_them_evenly():
+    story = cluster("a:4", gpus={"a": "A B"})
+    assert list(allotted(story).values()) == ["A", "B", "A", "B"]
+
+
+def test_a_replaced_worker_gets_the_gpu_of_the_lost_one():
+    story = cluster("a:2", gpus={"a": "A B"})
+    story.kill("a/0#1").answer()
+    assert allotted(story) == {"a/0#2": "A", "a/1#1": "B"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "chosen"),
+    [
+        ({"a": "A B"}, "auto", "nccl"),
+        ({"a": "A B"}, "nccl", "nccl"),
+        ({"a": "A B"}, "gloo", "gloo"),
+        ({"a": "A"}, "auto", "gloo"),
+        ({}, "auto", "gloo"),
+    ],
+)
+def test_the_back_end_follows_the_gpus(gpus, wanted, chosen):
+    """NCCL if each worker has a GPU of its own; gloo for all otherwise, and if it was asked for."""
+    story = cluster("a:2", gpus=gpus, backend=wanted, min=2).submit("job").quiet(5.0)
+    assert (story.cluster.phase, backend(story)) == ("running", chosen)
+
+
+def test_hosts_with_and_without_gpus_use_gloo():
+    """All members of a job have one back end: ranks with NCCL would wait for those without."""
+    assert backend(cluster("a:1", "b:1", gpus={"a": "A"}, min=2).submit("job").quiet(5.0)) == "gloo"
+
+
+@pytest.mark.parametrize(("gpus", "there"), [({"a": "A"}, 1), ({}, 0)])
+def test_nccl_with_too_few_gpus_is_refused_with_both_numbers(gpus, there):
+    story = cluster("a:2", gpus=gpus, backend="nccl", min=2).submit("job").quiet(5.0)
+    reason = f"backend nccl needs one GPU per worker: there are {there} for 2 workers; use gloo or auto"
+    assert (story.cluster.job.outcome, story.cluster.job.reason) == ("failed", reason)
+
+
+def test_a_host_that_cannot_use_nccl_is_left_out_of_the_job():
+    """The job goes on without it, and the status has the reason. The next job uses it, and decides anew."""
+    story = cluster("a:2", gpus={"a": "A B", "c": "A B"}, min=2).submit("job").quiet(5.0)
+    story.add("b:1").add("c:1").quiet(5.0)
+    assert [str(w) for w in story.cluster.members] == ["a/0#1", "a/1#1"]
+    assert story.cluster.hosts["b"].reason == "left out: the job uses NCCL, and this host has no GPU"
+    why = "left out: the job uses NCCL, and no GPU of its own is free here for another worker"
+    assert story.cluster.hosts["c"].reason == why
+    story.send(ev.JobStopRequested("job", "enough"))
+    story.quiet(5.0)
+    assert (story.cluster.hosts["b"].reason, story.cluster.hosts["c"].reason) == ("", "")
+    story.submit("another").quiet(5.0)
+    assert (len(story.cluster.members), backend(story)) == (4, "gloo")
+
+
+def test_a_gpu_with_a_problem_keeps_its_slot_out():
+    """A lost worker is not replaced on a sick GPU; when the problem is gone, it is. Workers that run there go on."""
+    story = cluster("a:2", gpus={"a": "A B"}, min=1).submit("job").quiet(5.0)
+    sick = (Gpu("A"), Gpu("B", "NVML has reported Xid 79"))
+    story.send(ev.GpusReported("a", sick))
+    text = "GPU B is left out: NVML has reported Xid 79"
+    assert (len(story.cluster.members), story.cluster.hosts["a"].reason) == (2, text)
+    story.kill("a/1#1").quiet(5.0)
+    assert [str(w) for w in story.cluster.members] == ["a/0#1"]
+    assert story.cluster.hosts["a"].reason == text
+    assert cmd.Record("gpu-left-out", "a: GPU B: NVML has reported Xid 79", host="a") in story.said
+    story.send(ev.GpusReported("a", (Gpu("A"), Gpu("B"))))
+    story.quiet(5.0)
+    assert (len(story.cluster.members), story.cluster.hosts["a"].reason) == (2, "")
+    assert story.cluster.workers[wid("a/1#2")].gpu == "B"
+
+
+def test_a_shared_gpu_with_a_problem_keeps_its_share_of_the_slots_out():
+    story = cluster("a:4", gpus={"a": "A B"})
+    story.send(ev.GpusReported("a", (Gpu("A", "NVML reports: GPU is lost"), Gpu("B"))))
+    story.kill("a/0#1").kill("a/2#1").quiet(5.0)
+    assert allotted(story) == {"a/1#1": "B", "a/3#1": "B"}
+
+
+def test_a_slot_of_a_sick_gpu_moves_to_no_gpu_of_another_host():
+    story = cluster("a:1", "b:1", gpus={"a": "A B", "b": "A B"})
+    for host in "ab":
+        story.send(ev.GpusReported(host, (Gpu("A", "NVML reports: GPU is lost"), Gpu("B"))))
+    story.kill("a/0#1").quiet(5.0)
+    assert allotted(story) == {"b/0#1": "B"}
