@@ -16,15 +16,17 @@ AGENT_RETRY = 1.0  # seconds between two starts of an agent, even with a cooldow
 MOST_DOUBLINGS = 60  # of the back-off: more would overflow a float
 
 
-def record_failure(cluster: ClusterState, w: WorkerId, why: str, now: float, out: Commands) -> ClusterState:
-    """Count the loss of a worker as a failure of its slot. The first restart comes at once, then the back-off doubles.
+def record_failure(
+    cluster: ClusterState, w: WorkerId, why: str, now: float, out: Commands, *, at_once: bool = True
+) -> ClusterState:
+    """Count the loss of a worker as a failure of its slot. The first restart comes `at_once`, then the back-off doubles.
 
     A worker that lived for `healthy` seconds clears earlier failures.
     """
     slot = cluster.hosts[w.host].slots[w.slot]
     healthy = now - cluster.workers[w].since >= cluster.limits.healthy
     failures = 1 if healthy else slot.failures + 1
-    wait = backoff_seconds(cluster, failures - 1)
+    wait = backoff_seconds(cluster, failures - 1 if at_once else failures)
     slot = replace(slot, failures=failures, restarts=slot.restarts + 1, busy=False)
     if not wait:
         return with_slot(cluster, w, slot)

@@ -13,15 +13,21 @@ from nbelastic.core.host_slots import free_slot, workers_on
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, with_members, without
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.exit_codes import HUNG, exit_text
+from nbelastic.protocol.exit_codes import GPU_LOST, HUNG, exit_text
 from nbelastic.protocol.ids import WorkerId
 
 YOUNG = 2.0  # seconds; a worker that ends itself sooner counts as failed, so that its slot gets into back-off
 
 
 def worker_exited(cluster: ClusterState, event: ev.WorkerExited, now: float, out: Commands) -> ClusterState:
-    """Handle the end of a worker's process. Exit code HUNG is not a failure, unless the worker lived for less than YOUNG."""
+    """Handle the end of a worker's process. Exit code HUNG is not a failure, unless the worker lived for less than YOUNG.
+
+    After GPU_LOST its slot is in back-off at once: NVML may need a moment to report the GPU's problem.
+    """
     w, code = event.worker, event.code
+    if code == GPU_LOST:
+        gpu = cluster.workers[w].gpu
+        return worker_lost(cluster, w, f"{w} ended, as its GPU {gpu} failed", now, out, at_once=False)
     was_hung = code == HUNG and now - cluster.workers[w].since >= YOUNG
     return worker_lost(cluster, w, f"{w} died ({exit_text(code)})", now, out, blameless=was_hung)
 
@@ -39,9 +45,18 @@ def replace_worker(
 
 
 def worker_lost(
-    cluster: ClusterState, w: WorkerId, why: str, now: float, out: Commands, *, blameless: bool = False
+    cluster: ClusterState,
+    w: WorkerId,
+    why: str,
+    now: float,
+    out: Commands,
+    *,
+    blameless: bool = False,
+    at_once: bool = True,
 ) -> ClusterState:
     """Handle the loss of a worker. It is a failure of its slot, unless the worker was asked to end or is `blameless`.
+
+    `at_once`: the first failure in a row leads to no back-off.
 
     The loss of a member breaks the generation.
     """
@@ -52,7 +67,7 @@ def worker_lost(
         if blameless:
             cluster = free_slot(cluster, w, restarts=1)
         else:
-            cluster = backoff.record_failure(_reset_unexplained(cluster, (w,)), w, why, now, out)
+            cluster = backoff.record_failure(_reset_unexplained(cluster, (w,)), w, why, now, out, at_once=at_once)
         out.append(cmd.Record("worker-lost", why, host=w.host, worker=str(w), generation=cluster.generation))
     cluster = remove_from_job(cluster, (w,), why, now, out)
     return provisioning.provision(host_lifecycle.remove_if_empty(cluster, w.host, out), now, out)

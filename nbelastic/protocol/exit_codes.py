@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 HUNG = 75  # of a hung worker, which ended itself: it is replaced, and no failure is counted
+GPU_LOST = 77  # of a worker whose GPU failed: it ended itself, and its slot rests before the next one starts
 UNSUCCESSFUL_NODE = 76  # of a node that has ended before its workers succeeded: it was stopped, or they failed
 
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from nbelastic.errors import JobStoppedError, NoWorldError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol.exit_codes import GPU_LOST
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.folder_paths import kept_state_folder
-from nbelastic.worker import protocol
+from nbelastic.worker import gpu_errors, protocol
 from nbelastic.worker.accelerator import accelerator_for
 from nbelastic.worker.device import device
 from nbelastic.worker.formation import Formation
@@ -297,7 +298,7 @@ class Session:
         group = self._groups.present
         assert group is not None
         machine, generation = self._protocol, group.generation
-        own = group.is_intact() or not may_be_collective(error)
+        own = self._gpu_is_lost(error) or group.is_intact() or not may_be_collective(error)
         raised = machine.raised(f"{type(error).__name__}: {error}", intact=own)
         while not machine.is_over(generation):
             self.link.send(raised)
@@ -307,6 +308,17 @@ class Session:
                 case worker_messages.StopProgram():  # of this program's own error: other ranks raised it too
                     return True
         return machine.quit is not None and machine.quit.own
+
+    def _gpu_is_lost(self, error: BaseException) -> bool:
+        """Whether this process has lost its GPU by a failed assertion of the program's own. End it if the GPU failed."""
+        if not gpu_errors.is_gpu_error(error):
+            return False
+        if not gpu_errors.is_gpu_lost(lambda: self._groups.synchronize(all_streams=True)):
+            return False
+        if gpu_errors.ASSERT in str(error):
+            return True
+        os.write(2, f"nbelastic: this worker ends, as its GPU failed: {error}\n".encode())
+        os._exit(GPU_LOST)
 
     def leave_group(self) -> None:
         """Close the generation's group, if there is one."""

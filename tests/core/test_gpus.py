@@ -6,6 +6,7 @@ import pytest
 
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.exit_codes import GPU_LOST
 from nbelastic.protocol.ids import Gpu
 from tests.core.fakes import wid
 from tests.core.story import Story
@@ -126,3 +127,37 @@ def test_a_slot_of_a_sick_gpu_moves_to_no_gpu_of_another_host():
         story.send(ev.GpusReported(host, (Gpu("A", "NVML reports: GPU is lost"), Gpu("B"))))
     story.kill("a/0#1").quiet(5.0)
     assert allotted(story) == {"b/0#1": "B"}
+
+
+def test_a_worker_whose_gpu_failed():
+    """The job goes on without it. Its slot rests first: else the next worker starts before NVML reports the problem."""
+    story = cluster("a:2", gpus={"a": "A B"}, min=1, cooldown=(5.0, 300.0)).submit("job").quiet(5.0)
+    story.kill("a/1#1", code=GPU_LOST).quiet(1.0)
+    assert [str(w) for w in story.cluster.members] == ["a/0#1"]
+    assert "after 1 failures: a/1#1 ended, as its GPU B failed" in story.cluster.hosts["a"].reason
+    story.quiet(10.0)
+    assert [str(w) for w in story.cluster.members] == ["a/0#1", "a/1#2"]
+
+
+def test_a_newcomer_without_memory_is_started_once_more():
+    """The driver may not have freed the memory of an ended worker yet. A second time it is the program's error."""
+    story = cluster("a:1", gpus={"a": "A", "b": "B"}, min=1).submit("job").quiet(5.0)
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
+    error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    story.ended("b/0#1", error=error)
+    assert str(wid("b/0#2")) in map(str, story.cluster.workers)
+    story.hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
+    story.ended("b/0#2", error=error)
+    assert story.cluster.workers[wid("b/0#2")].state == "failed"
+
+
+def test_a_failed_assertion_on_the_gpu_ends_the_job_and_then_its_worker():
+    """It is the program's own error, with its traceback. The process cannot use the GPU any more, so it is replaced."""
+    story = cluster("a:2", gpus={"a": "A B"}, min=2).submit("job").quiet(5.0)
+    error = "AcceleratorError: CUDA error: device-side assert triggered"
+    story.raised("a/1#1", error)
+    assert story.cluster.job.outcome == "failed"
+    story.ended("a/1#1", error=error)
+    story.quiet(5.0)
+    assert allotted(story) == {"a/0#1": "A", "a/1#2": "B"}
+    assert story.cluster.hosts["a"].slots[1].failures == 0

@@ -1,0 +1,71 @@
+"""What an exception says of the GPU, without a GPU: the synchronisation is a fake."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nbelastic.protocol.exit_codes import GPU_LOST
+from nbelastic.worker import gpu_errors, session
+from nbelastic.worker.session import Session
+
+ECC = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+ASSERT = RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_gpu_error"),
+    [
+        (ECC, True),
+        (ASSERT, True),
+        (RuntimeError("NCCL error: unhandled cuda error"), True),
+        (RuntimeError("CUDA error: out of memory"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("The size of tensor a must match"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_errors_of_the_gpu(error, is_gpu_error):
+    """Errors of the program, and too little memory, are none."""
+    assert gpu_errors.is_gpu_error(error) is is_gpu_error
+
+
+def test_a_gpu_that_does_not_answer_is_lost(monkeypatch):
+    monkeypatch.setattr(gpu_errors, "TIMEOUT", 0.01)
+    assert gpu_errors.is_gpu_lost(threading.Event().wait)
+
+
+class Ended(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "fails", "outcome"),
+    [
+        (ECC, True, GPU_LOST),
+        (ECC, False, False),  # the GPU works: this was one call's error
+        (ASSERT, True, True),
+        (RuntimeError("The size of tensor a must match"), True, False),
+    ],
+)
+def test_a_worker_whose_gpu_fails_ends_itself(monkeypatch, error, fails, outcome):
+    """It ends with an exit code of its own. After a failed assertion it lives, as that is the program's own error."""
+
+    def synchronize():
+        if fails:
+            raise error
+
+    def end(code):
+        raise Ended(code)
+
+    settings = {"worker": "a/0#1", "address": "127.0.0.1", "relay": "/tmp", "heartbeat": 1.0, "lease": 60.0}
+    worker = Session(settings)
+    monkeypatch.setattr(worker.groups, "synchronize", lambda **_: synchronize())
+    monkeypatch.setattr(session.os, "_exit", end)
+    if outcome is GPU_LOST:
+        with pytest.raises(Ended, match=str(GPU_LOST)):
+            worker._gpu_is_lost(error)
+    else:
+        assert worker._gpu_is_lost(error) is outcome
