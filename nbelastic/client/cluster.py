@@ -276,7 +276,9 @@ class Cluster:
 
     def add_host(self, host: str, by: str = "you") -> None:
         """Add `name`, `name:slots` or `user@name:slots`; a known host gets these slots, and its failures are cleared."""
-        self._link.ask(requests.AddHost(by, parse_host(host, self._link.configuration.default_slots)))
+        configuration = self._link.configuration
+        spec = parse_host(host, configuration.default_slots, follow_gpus=configuration.slots_follow_gpus)
+        self._link.ask(requests.AddHost(by, spec))
 
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         """Remove a host; its workers leave at the next commit (`now`: at once). UsageError for an unknown host."""
@@ -301,7 +303,9 @@ class Cluster:
         driver = self._link.running()
         if driver.died:
             raise DriverLostError(f"{driver.end_reason}; another driver takes over: try again.")
-        driver.request(requests.DashboardAction(by, dict(message), self._link.configuration.default_slots))
+        configuration = self._link.configuration
+        slots, follow = configuration.default_slots, configuration.slots_follow_gpus
+        driver.request(requests.DashboardAction(by, dict(message), slots, follow))
 
     # ---- observe ----
 

@@ -44,6 +44,7 @@ class Configuration:
     arguments: dict[str, Any]
     discovery: HostDiscovery | None
     default_slots: int
+    slots_follow_gpus: bool  # of hosts with GPUs, without a number
     log_dir: Path | None
     is_kept: bool
 
@@ -81,6 +82,7 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
         arguments=saved_arguments(given, source),
         discovery=discovery if isinstance(source, ClientDiscovery) and not isinstance(discovery, str) else None,
         default_slots=default_slots,
+        slots_follow_gpus=slots is None,
         log_dir=Path(given["log_dir"]) if given["log_dir"] is not None else None,
         is_kept=given["keep"],
     )

@@ -42,7 +42,7 @@ def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Co
     if event.problem:
         return losses.exclude_host(cluster, name, event.problem, now, out, kind="host-refused")
     host = replace(host, addresses=event.addresses, port=event.port, address="", agreed_addresses=(), moved_at=0.0)
-    host = replace(host, gpus=event.gpus)
+    host = host_lifecycle.with_gpus(host, event.gpus)
     if not event.addresses:
         return host_lifecycle.admit(cluster, host, f"{name} is up", now, out)
     first = event.addresses[0].address

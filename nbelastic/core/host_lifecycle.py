@@ -10,7 +10,7 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host, with_slots, workers_on
 from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
 from nbelastic.core.state_holders import keeper
-from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.ids import Gpu, HostSpec
 
 NAMES = 1000  # removed hosts whose highest incarnations are known one by one
 FORGOTTEN = ""  # the key for all other removed hosts: the highest incarnation of any of their workers
@@ -19,6 +19,7 @@ FORGOTTEN = ""  # the key for all other removed hosts: the highest incarnation o
 def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by: str, by_hand: bool) -> ClusterState:
     """Add a host. For a known one, set its number of slots, clear its failures and cancel its drain."""
     old = cluster.hosts.get(spec.name)
+    spec = _following(spec, old)
     unused = Slot(incarnation=cluster.incarnations.get(spec.name, cluster.incarnations.get(FORGOTTEN, 0)))
     if old is None:
         out.append(cmd.Record("host-added", f"{spec.name} with {_slots(spec.slots)} by {by}", host=spec.name))
@@ -49,10 +50,26 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
             cluster = remove_if_empty(cluster, name, out)
     for spec in specs:
         old = cluster.hosts.get(spec.name)
-        if spec.name in cluster.removed_hosts or (old and old.spec == spec and old.phase is not HostPhase.DRAINING):
+        same = old is not None and old.spec == _following(spec, old) and old.phase is not HostPhase.DRAINING
+        if spec.name in cluster.removed_hosts or same:
             continue
         cluster = add(cluster, spec, now, out, by="discovery", by_hand=old is not None and old.by_hand)
     return cluster
+
+
+def with_gpus(host: Host, gpus: tuple[Gpu, ...]) -> Host:
+    """The host with the GPUs that its agent has found. If no number of slots was given, it has as many as GPUs."""
+    host = replace(host, gpus=gpus)
+    if not gpus or not host.spec.follows_gpus:
+        return host
+    newest = max(slot.incarnation for slot in host.slots)
+    slots = host.slots + (Slot(incarnation=newest),) * (len(gpus) - len(host.slots))
+    return with_slots(replace(host, spec=replace(host.spec, slots=len(gpus))), slots)
+
+
+def _following(spec: HostSpec, known: Host | None) -> HostSpec:
+    """The host as it was named, with a slot per GPU if no number was given and its GPUs are known."""
+    return replace(spec, slots=len(known.gpus)) if spec.follows_gpus and known is not None and known.gpus else spec
 
 
 def drain(cluster: ClusterState, name: str, how: str, by: str, out: Commands) -> ClusterState:

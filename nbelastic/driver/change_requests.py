@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -17,6 +17,7 @@ from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, Usa
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.requests import DashboardAction
 from nbelastic.protocol.settings import check_bounds
 from nbelastic.protocol.status import RequestStatus
 
@@ -122,11 +123,11 @@ def stop_cluster(by: str) -> ChangeRequest:
     return ChangeRequest("stop the cluster", ev.StopRequested(f"stopped by {by}"), lambda _: None)
 
 
-def parse(message: Mapping[str, Any], cluster: ClusterState, default_slots: int, by: str) -> ChangeRequest:
+def parse(action: DashboardAction, cluster: ClusterState, by: str) -> ChangeRequest:
     """The change that a button's message requests. UsageError for an unknown or impossible one."""
-    match dict(message):
+    match action.message:
         case {"order": "add_host", "host": str(host)}:
-            return add_host(parse_host(host, default_slots), by)
+            return add_host(parse_host(host, action.slots, follow_gpus=action.follow_gpus), by)
         case {"order": "remove_host", "host": str(host), **rest}:
             return remove_host(cluster, host, rest.get("now") is True, by)
         case {"order": "restart", "worker": str(worker)}:
@@ -145,8 +146,7 @@ def parse(message: Mapping[str, Any], cluster: ClusterState, default_slots: int,
 
 
 def request_by_button(
-    message: Mapping[str, Any],
-    default_slots: int,
+    action: DashboardAction,
     by: str,
     *,
     cluster: ClusterState,
@@ -155,6 +155,7 @@ def request_by_button(
     pending: Pending,
 ) -> None:
     """Request the change of a button's message, and keep its outcome in `shown`. Runs in the driver's thread."""
+    message = action.message
     key = str(message.get("id", ""))[:MAX_ID_LENGTH] or f"order-{next(_numbers)}"
 
     def set_outcome(word: str, why: str) -> None:
@@ -181,7 +182,7 @@ def request_by_button(
         stops = message.get("order") in ("stop", "stop_job")
         if not stops and sum(each.word == "under way" for each in shown) >= MAX_UNDER_WAY:
             raise UsageError(f"{MAX_UNDER_WAY} requests are under way already: wait until one is done.")
-        request = parse(message, cluster, default_slots, by)
+        request = parse(action, cluster, by)
     except NbelasticError as error:
         shown.append(RequestStatus(key, by, str(message.get("order", "")).replace("_", " ")[:MAX_ID_LENGTH]))
         refuse(error)

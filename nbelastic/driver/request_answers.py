@@ -150,10 +150,10 @@ class RequestAnswers:
                 change = change_requests.scale(cluster, low, high, True, by)
             case r.Restart(worker=worker, by=by):
                 change = change_requests.restart_worker(cluster, worker, by)
-            case r.DashboardAction(message=message, slots=slots, by=by):
+            case r.DashboardAction(by=by):
                 shown, record, pending = self._telemetry.requests, self._record, self._pending
                 change_requests.request_by_button(
-                    message, slots, by, cluster=cluster, shown=shown, record=record, pending=pending
+                    request, by, cluster=cluster, shown=shown, record=record, pending=pending
                 )
                 future.set_result(True)
                 return

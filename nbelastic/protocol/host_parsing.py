@@ -14,8 +14,11 @@ _HOST = re.compile(  # ssh would take a name that begins with "-" for an option
 )
 
 
-def parse_host(text: str, default_slots: int) -> HostSpec:
-    """Parse `name`, `name:slots` or `user@name:slots`; IPv6 addresses in brackets. UsageError for any other text."""
+def parse_host(text: str, default_slots: int, *, follow_gpus: bool = False) -> HostSpec:
+    """Parse `name`, `name:slots` or `user@name:slots`; IPv6 addresses in brackets. UsageError for any other text.
+
+    A host without a number has `default_slots` or, with `follow_gpus`, as many as GPUs if it has any.
+    """
     text = text.strip()
     match = _HOST.fullmatch(text)
     if not match:
@@ -29,12 +32,13 @@ def parse_host(text: str, default_slots: int) -> HostSpec:
     slots = match["slots"]
     if slots is not None and not (slots.isascii() and slots.isdigit() and int(slots) > 0):
         raise UsageError(f"{text!r}: the number of slots must be a whole number of at least 1, not {slots!r}.")
-    return HostSpec(match["name"].strip("[]"), int(slots) if slots else default_slots, match["user"] or "")
+    number, follows = (int(slots), False) if slots else (default_slots, follow_gpus)
+    return HostSpec(match["name"].strip("[]"), number, match["user"] or "", follows)
 
 
-def parse_hosts(text: str, default_slots: int) -> tuple[HostSpec, ...]:
+def parse_hosts(text: str, default_slots: int, *, follow_gpus: bool = False) -> tuple[HostSpec, ...]:
     """Parse a comma-separated list, as in `--hosts gpu1:4,gpu2:4`. UsageError if a name appears twice."""
-    hosts = tuple(parse_host(part, default_slots) for part in text.split(",") if part.strip())
+    hosts = tuple(parse_host(part, default_slots, follow_gpus=follow_gpus) for part in text.split(",") if part.strip())
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -24,11 +24,15 @@ class WorkerId(Struct, frozen=True, order=True, cache_hash=True, gc=False):
 
 
 class HostSpec(Struct, frozen=True):
-    """A host as a client or a discovery has named it. `slots`: how many workers it may run; `user`: for ssh."""
+    """A host as a client or a discovery has named it. `slots`: how many workers it may run; `user`: for ssh.
+
+    `follows_gpus`: no number was given, so it has as many slots as GPUs, once its agent has found any.
+    """
 
     name: str
     slots: int
     user: str = ""
+    follows_gpus: bool = False
 
 
 class Gpu(Struct, frozen=True):

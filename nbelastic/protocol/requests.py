@@ -136,10 +136,14 @@ class SetDiscovery(Request):
 
 
 class DashboardAction(ChangeRequest):
-    """A dashboard's button. Answer at once; its result appears in the status. `slots`: of a host without a number."""
+    """A dashboard's button. Answer at once; its result appears in the status.
+
+    `slots`, `follow_gpus`: of a host without a number, as in `host_parsing.parse_host`.
+    """
 
     message: dict[str, Any]
     slots: int
+    follow_gpus: bool = False
 
 
 class ShowStacks(Request):

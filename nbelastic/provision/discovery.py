@@ -48,10 +48,7 @@ class FixedHosts:
 
     def set(self, hosts: str | Sequence[str]) -> None:
         """Replace the list. UsageError if a host is invalid or listed twice."""
-        if not isinstance(hosts, str):
-            check_kind("hosts", hosts, NAMES._replace(words='text or a list of texts, as "gpu1:4"'))
-        text = hosts if isinstance(hosts, str) else ",".join(hosts)
-        self._hosts = parse_hosts(text, self._slots)
+        self._hosts = listed_hosts(hosts, self._slots)
 
     def listed(self) -> Sequence[HostSpec]:
         return self._hosts
@@ -103,15 +100,22 @@ class ScriptDiscovery:
         return discovery
 
 
+def listed_hosts(hosts: str | Sequence[str], slots: int, *, follow_gpus: bool = False) -> tuple[HostSpec, ...]:
+    """Parse a list of hosts. UsageError if a host is invalid or listed twice."""
+    if not isinstance(hosts, str):
+        check_kind("hosts", hosts, NAMES._replace(words='text or a list of texts, as "gpu1:4"'))
+    return parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), slots, follow_gpus=follow_gpus)
+
+
 def source_of(
     given: str | HostDiscovery | None, hosts: str | Sequence[str] | None, slots: int | None, default: int
 ) -> Source:
     """Describe to the driver where `Cluster(hosts, discovery=given, slots=slots)` gets its hosts from.
 
-    Hosts without a number get `default` slots. UsageError as from `find_discovery`.
+    Hosts without a number get `default` slots; without `slots`, as many as GPUs. UsageError as from `find_discovery`.
     """
     if given is None:
-        return ListedHosts(tuple(FixedHosts(hosts or "localhost", default).listed()))
+        return ListedHosts(listed_hosts(hosts or "localhost", default, follow_gpus=slots is None))
     discovery = find_discovery(given, slots, default) if isinstance(given, str) else given
     if type(discovery) is ScriptDiscovery:  # not a subclass, whose hosts() may return other hosts
         return discovery.source

@@ -7,7 +7,7 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import GPU_LOST
-from nbelastic.protocol.ids import Gpu
+from nbelastic.protocol.ids import Gpu, HostSpec
 from tests.core.fakes import wid
 from tests.core.story import Story
 
@@ -161,3 +161,22 @@ def test_a_failed_assertion_on_the_gpu_ends_the_job_and_then_its_worker():
     story.quiet(5.0)
     assert allotted(story) == {"a/0#1": "A", "a/1#2": "B"}
     assert story.cluster.hosts["a"].slots[1].failures == 0
+
+
+@pytest.mark.parametrize(("gpus", "slots"), [("A B C", 3), ("A", 1), ("", 2)])
+def test_a_host_without_a_number_has_as_many_slots_as_gpus(gpus, slots):
+    """Also when it is listed or added again. Without GPUs it keeps the default."""
+    story = cluster(gpus={"a": gpus})
+    spec = HostSpec("a", 2, follows_gpus=True)
+    story.send(ev.HostsDiscovered((spec,)))
+    story.answer()
+    said = len(story.said)
+    story.send(ev.HostsDiscovered((spec,)))
+    assert len(story.cluster.workers) == story.cluster.hosts["a"].spec.slots == slots
+    assert story.said[said:] == []
+    story.send(ev.HostAdded(spec, "a test"))
+    assert len(story.cluster.workers) == slots
+
+
+def test_a_number_of_slots_wins_over_the_gpus():
+    assert len(allotted(cluster("a:2", gpus={"a": "A B C"}))) == 2

@@ -7,12 +7,13 @@ import pytest
 from nbelastic.driver import change_requests
 from nbelastic.errors import HostError, UsageError
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.requests import DashboardAction
 from tests.core.story import Story, wid
 
 
 def parse_request(story, message, by="dashboard"):
     """Parse a request; return it, and a function that returns its outcome."""
-    request = change_requests.parse(message, story.cluster, 2, by)
+    request = change_requests.parse(DashboardAction(by, message, 2), story.cluster, by)
     return request, lambda: request.outcome(story.cluster)
 
 
