@@ -167,7 +167,9 @@ class Away:
         story = self._story
         workers = tuple((w, 1000) for w in story.fakes if w.host == name)
         interfaces, home = story.interfaces(name), story.homes.get(name, "")
-        return AgentHello(name, 1, {}, interfaces, 4711, home, workers, dict(story.agents[name]))
+        newest, gpus = dict(story.agents[name]), story.gpus.get(name, ())
+        own = {str(w): story.gpu_of[w] for w, _ in workers if story.gpu_of.get(w)}
+        return AgentHello(name, 1, {}, interfaces, 4711, home, workers, newest, gpus=gpus, worker_gpus=own)
 
     def _statement(self, w: WorkerId) -> WorkerReport:
         story = self._story

@@ -62,6 +62,7 @@ class FakeCluster:
         self.started: set[WorkerId] = set()  # every worker ever started
         self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
         self.gpus: dict[str, tuple[Gpu, ...]] = {}  # of hosts that have any
+        self.gpu_of: dict[WorkerId, str] = {}  # as it was started
         self.homes: dict[str, str] = {}  # where their workers' stores are
         self.cut: set[tuple[str, str]] = set()  # (host, address): the host does not reach the address
         self.stores: dict[WorkerId, str] = {}  # what each has offered last
@@ -105,8 +106,9 @@ class FakeCluster:
                 self.end_agent(name)
                 if self.cluster.stopping:
                     self.answers.append(ev.AgentLost(name, "it was asked to end"))
-            case cmd.StartWorker(worker=w):
+            case cmd.StartWorker(worker=w, gpu=gpu):
                 assert w not in self.started, f"{w} was started twice"
+                self.gpu_of[w] = gpu
                 self.started.add(w)
                 self.fakes[w] = FakeWorker()
                 self.agents[w.host][w.slot] = w.incarnation

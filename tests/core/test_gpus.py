@@ -8,6 +8,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import GPU_LOST
 from nbelastic.protocol.ids import Gpu, HostSpec
+from tests.core.away import Away
 from tests.core.fakes import wid
 from tests.core.story import Story
 
@@ -180,3 +181,13 @@ def test_a_host_without_a_number_has_as_many_slots_as_gpus(gpus, slots):
 
 def test_a_number_of_slots_wins_over_the_gpus():
     assert len(allotted(cluster("a:2", gpus={"a": "A B C"}))) == 2
+
+
+def test_a_new_driver_knows_gpus_and_back_end():
+    """The job keeps its back end, and a lost worker's successor gets the GPU that is free."""
+    story = cluster("a:2", gpus={"a": "A B"}, min=1).submit("job").quiet(5.0)
+    before = allotted(story)
+    Away(story).new_driver().answer()
+    assert (allotted(story), backend(story), story.cluster.phase) == (before, "nccl", "running")
+    story.kill("a/0#1").quiet(5.0)
+    assert allotted(story) == {"a/0#2": "A", "a/1#1": "B"}

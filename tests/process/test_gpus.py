@@ -36,9 +36,11 @@ def seen(cluster: nbe.Cluster) -> dict[str, str]:
     return {row[0]: row[1] for row in rows}
 
 
-@pytest.mark.cold  # the warm process has imported the real NVML
 def test_workers_and_sick_gpus(make, write_gpus):
-    """Each worker sees one GPU, on two hosts of one machine too. A worker is not replaced on a sick GPU, until it is well."""
+    """Each worker sees one GPU, on two hosts of one machine too.
+
+    A lost worker is not replaced while its GPU is sick, or while memory of the dead process is not free.
+    """
     write_gpus(GPU_a={}, GPU_b={}, GPU_c={})
     cluster = make("localhost:2,127.0.0.2:1", min=1, backend="gloo")
     cluster.wait(3, timeout=30)
@@ -55,5 +57,12 @@ def test_workers_and_sick_gpus(make, write_gpus):
     write_gpus(GPU_a={}, GPU_b={}, GPU_c={})
     until(lambda: len([w for w in cluster.workers if w.state == "ready"]) == 3, 30)
     assert sorted(seen(cluster).values()) == ["GPU-a", "GPU-b", "GPU-c"]
+    first, second = [w for w in cluster.workers if w.host == "localhost"]
+    write_gpus(GPU_a={"pids": [first.pid]}, GPU_b={"pids": [second.pid]}, GPU_c={"pids": [first.pid]})
+    os.kill(first.pid, signal.SIGKILL)
+    (late,) = until(lambda: [w for w in cluster.workers if w.host == "localhost" and w.id not in (first.id, second.id)])
+    assert late.pid == 0, "it is started on a GPU of which the dead worker still holds memory"
+    write_gpus(GPU_a={}, GPU_b={}, GPU_c={})
+    until(lambda: all(w.pid for w in cluster.workers), 4)
     kinds = [event.kind for event in cluster.events]
     assert (kinds.count("gpu-left-out"), kinds.count("gpu-back")) == (2, 2)  # both hosts see all GPUs

@@ -96,6 +96,7 @@ class Server:
         importlib.import_module("nbelastic.programs.template")  # it prepares this process as it does a template
         for name in [name for name in sys.modules if name.partition(".")[0] == "nbelastic"]:
             del sys.modules[name]  # agents and templates import nbelastic's own modules themselves
+        sys.modules.pop("pynvml", None)  # torch has imported it; tests may give agents another one
         threads = len(os.listdir("/proc/self/task"))
         assert threads == 1, f"the imports have left {threads} threads: forks of such a process may hang"
         self._listener = listener
