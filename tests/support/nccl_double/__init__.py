@@ -20,10 +20,19 @@ never coalesced: torch does that only for its own class of groups.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
+
+FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
+sys.path.insert(0, str(FAKE_NVML))  # of agents too: they import this NVML. Without the variable below it finds no GPU
 
 # What a cluster is made with, by the back end.
 CLUSTERS: dict[str, dict[str, Any]] = {
     "gloo": {},
-    "nccl": {"backend": "nccl", "preload": ["tests.support.nccl_double.install"]},
+    "nccl": {
+        "backend": "nccl",
+        "preload": ["tests.support.nccl_double.install"],
+        "env": {"FAKE_NVML": str(FAKE_NVML / "64_gpus.json")},
+    },
 }
