@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
-    from nbelastic.programs.elastic import elastic
+    from nbelastic.programs.elastic import elastic, warmup
     from nbelastic.protocol.host_sources import HostDiscovery
     from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
     from nbelastic.sharded.mesh import device_mesh
@@ -65,7 +65,7 @@ _NAMES_BY_MODULE = {
     "nbelastic.provision.discovery": ("FixedHosts", "ScriptDiscovery"),
     "nbelastic.client.job": ("Job",),
     "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),
-    "nbelastic.programs.elastic": ("elastic",),
+    "nbelastic.programs.elastic": ("elastic", "warmup"),
     "nbelastic.sharded.mesh": ("device_mesh",),
     "nbelastic.sharded.state": ("ShardedState",),
     "nbelastic.state.sampler": ("ElasticSampler", "local_batch_size"),
@@ -120,6 +120,7 @@ __all__ = [
     "rank",
     "size",
     "unload_ipython_extension",
+    "warmup",
 ]
 
 

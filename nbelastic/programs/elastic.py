@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from nbelastic.errors import JobStoppedError, StateError, UsageError
+from nbelastic.errors import JobStoppedError, NoWorldError, StateError, UsageError
 from nbelastic.programs.frameworks import Watch
 from nbelastic.protocol.events import WorkerSucceeded
 from nbelastic.state.checkpoint_files import reason
@@ -51,6 +52,20 @@ def elastic(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     return wrapper  # type: ignore[return-value]  # mypy minds that its first argument has a name
 
 
+def warmup(function: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Decorate `function(state)`: each worker calls it once, before it reports that it is ready to join a world.
+
+    A newcomer does there, beside the training of the others, what makes a first step slow: `torch.compile`, autotuning, the
+    first batch of a DataLoader. What it changes in the state is undone afterwards. There is no world: it may use no collective
+    and no DDP. Decorate it in the program, before the elastic function is called. Outside a worker this does nothing.
+    """
+    if not callable(function):
+        raise UsageError(f"nbe.warmup decorates a function(state), not {type(function).__name__}.")
+    with contextlib.suppress(NoWorldError):
+        _session.current().warm_ups.append(function)
+    return function
+
+
 class _Loop:
     """The session calls `position`, `write_kept_state` and so on: see `StateHolder`."""
 
@@ -65,6 +80,7 @@ class _Loop:
     def run(self, call: Callable[[], R]) -> R:
         try:
             self._state.begin(self._session)
+            self._warm_up()
             self._session.holder = self
             return self._loop(call)
         except JobStoppedError:
@@ -74,6 +90,15 @@ class _Loop:
         finally:
             self._session.holder = None
             self._state.end()
+
+    def _warm_up(self) -> None:
+        """Call the program's warm-up functions, and return to the values from before."""
+        functions, self._session.warm_ups = self._session.warm_ups, []
+        if functions:
+            self._state._record_all()
+            for function in functions:
+                function(self._state)
+            self._state.undo()
 
     @property
     def position(self) -> tuple[int, bool]:

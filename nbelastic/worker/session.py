@@ -63,6 +63,7 @@ class Session:
         self.output = OutputBuffer()
         self.warm_up = WarmUp()
         self.used = False  # an elastic function has run in this job
+        self.warm_ups: list[Callable[[Any], object]] = []  # of this job's program, not called yet
         self.checkpoints: JobCheckpoints | None = None  # of this job
         self._refused: str = settings.get("refused", "")  # which modules the template has refused, and why
         self._relay = Path(settings["relay"])  # the folder of this host's agent
@@ -127,6 +128,7 @@ class Session:
             self._inbox.clear()
             self._protocol.begin(job)
         self.used = False
+        self.warm_ups = []
         self.checkpoints = None
         self.refuse_if_stopped(job)
 

@@ -19,7 +19,7 @@ from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerSta
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference.md").read_text()
 CODE = "\n".join(re.findall(r"```.*?```", PAGE, re.DOTALL) + re.findall(r"`[^`\n]+`", PAGE))
-WITHOUT_PARENTHESES = ("elastic", "load_ipython_extension", "unload_ipython_extension")
+WITHOUT_PARENTHESES = ("elastic", "load_ipython_extension", "unload_ipython_extension", "warmup")
 MARKDOWN = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKS = [(page, link) for page in MARKDOWN for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
 

@@ -93,6 +93,22 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
     return result
 
 
+def train_after_warm_up(folder: str) -> dict[str, Any]:
+    """Train; a new worker first makes a step by itself, and waits until `folder/go` exists."""
+    import torch
+
+    @nbe.warmup
+    def first_step(state: Any) -> None:
+        state.model(torch.randn(8, 16)).sum().backward()
+        state.optimizer.step()
+        state.step += 1
+        (Path(folder) / f"warm-{os.getpid()}").touch()
+        while not (Path(folder) / "go").exists():
+            time.sleep(PAUSE)
+
+    return train(folder)
+
+
 def train_and_hang(folder: str) -> dict[str, Any]:
     """Train; once `folder/stick` exists, rank 0 of two stops itself in a collective, and rank 1 hangs.
 

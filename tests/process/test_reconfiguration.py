@@ -44,6 +44,25 @@ def test_a_host_joins_and_leaves(trains):
     assert [w.restarts for w in training.cluster.workers] == [0, 0]
 
 
+def test_a_newcomer_warms_up_beside_the_training(trains):
+    """A newcomer's `@nbe.warmup` function runs while the others train; nobody waits for it, and it changes no state."""
+    training = trains("localhost:1", programs.train_after_warm_up, min=1)
+    go = training.folder / "go"
+    go.touch()
+    training.wait_for_world(1)
+    go.unlink()
+    training.cluster.add_host("127.0.0.2:1")
+    until(lambda: len(list(training.folder.glob("warm-*"))) == 2)
+    before = training.lines()[-1]["step"]
+    until(lambda: training.lines()[-1]["step"] > before + 20)
+    assert training.cluster.status().world_size == 1
+    assert not texts(training.cluster, "change-planned")
+    go.touch()
+    training.wait_for_world(2)
+    training.finish()
+    assert never_broken(training)
+
+
 def test_the_oldest_host_is_removed(trains):
     """When the host of rank 0 is removed, the oldest survivor becomes rank 0 and holds the state."""
     training = trains("localhost:1,127.0.0.2:1,127.0.0.3:1", min=3)

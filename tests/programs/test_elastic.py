@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import nbelastic as nbe
 from nbelastic.errors import JobStoppedError
@@ -21,6 +22,7 @@ class StoppedInAStep:
     """Its job is stopped after the program has changed a value, and before the next commit."""
 
     used = False
+    warm_ups = ()
     link = SimpleNamespace(disconnected=False)
     facts = SimpleNamespace(holds_state=True)
 
@@ -31,6 +33,9 @@ class StoppedInAStep:
         )
 
     def finish_gpu_work(self):
+        pass
+
+    def check(self, where):
         pass
 
     def committed(self, total):
@@ -74,3 +79,35 @@ def test_a_gpu_that_does_not_finish_does_not_keep_a_hung_worker(monkeypatch, tmp
             write()
     assert not session.saved
     never.set()
+
+
+def test_what_a_warm_up_changes_is_undone():
+    """Weights, gradients, the optimizer's entries and counters are as before, and a second job does not call it."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    state = nbe.TorchState(model=model, optimizer=torch.optim.Adam(model.parameters()), n=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    session = StoppedInAStep(state)
+
+    def one_step(state):
+        state.model(torch.ones(2, 4)).sum().backward()
+        state.optimizer.step()
+        state.n += 1
+
+    def gather(holder):
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not state.optimizer.state
+        assert (state.n, state.commits, holder.position) == (0, 0, (0, True))
+        raise JobStoppedError("stopped by hand")
+
+    session.warm_ups, session.gather = [one_step], gather
+    with pytest.raises(JobStoppedError):
+        elastic._Loop(session, state).run(lambda: None)
+    assert session.warm_ups == []
+
+
+def test_outside_a_worker_a_warm_up_is_an_ordinary_function():
+    """A module that decorates one can be imported anywhere."""
+    assert nbe.warmup(abs) is abs
+    with pytest.raises(nbe.UsageError, match="decorates a function"):
+        nbe.warmup(3)
