@@ -56,7 +56,7 @@ def warmup(function: Callable[[Any], object]) -> Callable[[Any], object]:
     """Decorate `function(state)`: each worker calls it once, before it reports that it is ready to join a world.
 
     A newcomer does there, beside the training of the others, what makes a first step slow: `torch.compile`, autotuning, the
-    first batch of a DataLoader. What it changes in the state is undone afterwards. There is no world: it may use no collective
+    first batch of a DataLoader. Its changes of the state are undone afterwards. There is no world: it may use no collective
     and no DDP. Decorate it in the program, before the elastic function is called. Outside a worker this does nothing.
     """
     if not callable(function):

@@ -34,7 +34,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="each thing once or twice")
     parser.add_argument("--only", metavar="PART,…", help=f"some of: {', '.join(BY_NAME)}")
     parser.add_argument("--seconds", type=float, default=LIMIT, help="of the whole run (540)")
-    parser.add_argument("--out", type=Path, help="file for the results; by default gpu.jsonl in the folder $OUT, if set")
+    parser.add_argument(
+        "--out", type=Path, help="file for the results; by default gpu.jsonl in the folder $OUT, if set"
+    )
     parser.add_argument("--markdown", action="store_true", help="print a table for docs/gpu.md at the end")
     parser.add_argument("--from", dest="source", type=Path, help="print the table of an earlier run's file, and end")
     given = parser.parse_args(arguments)
@@ -50,15 +52,17 @@ class Sink:
     """Writes each line to stdout and to the file, and keeps it."""
 
     def __init__(self, path: Path | None) -> None:
+        self._path = path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", buffering=1) if path is not None else None
+            path.write_text("")
         self.lines: list[dict[str, Any]] = []
 
     def __call__(self, text: str) -> None:
         print(text, flush=True)
-        if self._file is not None:
-            self._file.write(f"{text}\n")
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(f"{text}\n")
         self.lines.append(json.loads(text))
 
     def say(self, part: str, name: str, *, ok: bool, **more: Any) -> None:
@@ -98,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if part.name == "environment":
             found = found_in(sink.lines, kind)
             if kind == "cuda" and not found.gpus:
-                print("tests.gpu: there is no GPU here that torch can use; --cpu shows what a CPU can.", file=sys.stderr)
+                print(
+                    "tests.gpu: there is no GPU here that torch can use; --cpu shows what a CPU can.", file=sys.stderr
+                )
                 return 2
     if given.markdown:
         print(table.markdown(sink.lines))

@@ -46,5 +46,3 @@ def longest_gaps(lines: list[dict[str, Any]], moments: list[float]) -> list[floa
     gaps = [(a, b - a) for a, b in pairwise(times)]
     spans = [[gap for at, gap in gaps if begun <= at < end] for begun, end in pairwise(moments)]
     return [max(span) for span in spans if span]
-
-

@@ -10,8 +10,8 @@ import nbelastic as nbe
 from tests.gpu import models
 from tests.gpu.bench import Bench
 
-ROUNDS = 6
-SECONDS = 1.0  # of each round, and of each side
+ROUNDS = 4
+SECONDS = 0.7  # of each round, and of each side
 
 
 def run(bench: Bench) -> None:

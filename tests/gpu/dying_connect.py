@@ -11,7 +11,7 @@ from tests.gpu.programs import DELAY, die, dies
 
 
 class DyingInConnect:
-    """What it wraps does all the rest."""
+    """NCCL, except for that death."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

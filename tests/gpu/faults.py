@@ -52,7 +52,9 @@ def with_nccl(bench: Bench) -> None:
     world = bench.world(most=8)
     options = {"min": 1, "max": world, **bench.nccl()}
     sizes = {"large": bench.choose(64, 1), "ballast": bench.choose(256, 8)}
-    with bench.training(f"localhost:{world}", world, programs.train, options, groups=True, pause=0.01, **sizes) as training:
+    with bench.training(
+        f"localhost:{world}", world, programs.train, options, groups=True, pause=0.01, **sizes
+    ) as training:
         lose_in_each_place(bench, training, (*PLACES, "split"), world)
         finish(bench, training)
 

@@ -54,9 +54,10 @@ def begin(bench: Bench, cluster: nbe.Cluster) -> Training:
 
 
 def probe(cluster: nbe.Cluster) -> None:
-    """Every worker can use its device."""
-    cluster.wait(2, timeout=TIMEOUT)
-    assert cluster.run(multiply).result(timeout=TIMEOUT) == [64.0**3, 64.0**3]
+    """In the next job both workers can use their device."""
+    until(
+        lambda: cluster.run(multiply).result(timeout=TIMEOUT) == [64.0**3] * 2, TIMEOUT, "two workers of the next job"
+    )
 
 
 def multiply() -> float:

@@ -21,7 +21,9 @@ def run(bench: Bench) -> None:
     options = {"min": 1, "max": world, **bench.nccl(env={"NBELASTIC_TEST_FOLDER": str(steps)}, preload=(DYING,))}
     places = ("sync",) if bench.kind == "cpu" else ("sync", "init")
     sizes = {"ballast": bench.choose(512, 32)}
-    with bench.training(f"localhost:{world}", world, programs.train, options, folder=steps, pause=0.01, **sizes) as training:
+    with bench.training(
+        f"localhost:{world}", world, programs.train, options, folder=steps, pause=0.01, **sizes
+    ) as training:
         for place in places:
             with bench.results.case(f"a newcomer dies in {place}") as case:
                 for _ in range(bench.choose(3, 2, 1)):

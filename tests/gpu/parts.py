@@ -27,10 +27,6 @@ class Part:
         getattr(importlib.import_module(f"tests.gpu.{module}"), function)(bench)
 
 
-def _gpu(found: Found) -> str:
-    return "" if found.kind == "cuda" else "needs a GPU"
-
-
 def _ranks(found: Found) -> str:
     """Several ranks of NCCL: on as many GPUs, on one that they share, or with the double; with --cpu they use gloo."""
     if found.kind != "cuda" or found.gpus > 1 or found.nccl >= SHARED_NCCL:
@@ -48,7 +44,7 @@ def _gloo(found: Found) -> str:
 
 PARTS = (
     Part("environment", "environment:report", 60, "versions, GPUs, links, variables"),
-    Part("nccl-one", "nccl_alone:run", 60, "a world of one on stock NCCL", _gpu),
+    Part("nccl-one", "nccl_alone:run", 60, "a world of one, on stock NCCL"),
     Part("gloo-faults", "faults:with_gloo", 80, "ranks that share a GPU over gloo: kill, stop, join, remove", _gloo),
     Part("no-sync", "no_sync:run", 60, "a backward pass of 1 s, while another rank is killed", _gloo),
     Part("commit-cost", "commit_cost:run", 100, "steps per second with a commit after each step, and without", _gloo),

@@ -70,9 +70,7 @@ def network(ballast: int) -> tuple[Any, Any]:
     return model, torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.01, momentum=0.9)
 
 
-def train(
-    folder: str, *, ballast: int = 0, large: int = 0, groups: bool = False, pause: float = 0.0
-) -> dict[str, Any]:
+def train(folder: str, *, ballast: int = 0, large: int = 0, groups: bool = False, pause: float = 0.0) -> dict[str, Any]:
     """Train and commit each step until `folder/finish` exists. `large`: MB of one more all_reduce in each step."""
     log, device = Log(folder), nbe.device()
     if dies(folder, "newcomer-memory"):

@@ -47,6 +47,8 @@ def run_part(part: Part, found: Found, seconds: float, folder: Path, sink: Any, 
     finally:
         end(process)
         reader.join(CLEAN_UP)
+        if process.stdout is not None and not reader.is_alive():  # else a process that is left still has the other end
+            process.stdout.close()
     took = round(time.monotonic() - begun, 3)
     if killed:
         sink.say(part.name, "whole part", ok=False, seconds=took, error=f"killed after {seconds:.0f} s")

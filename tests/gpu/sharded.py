@@ -32,9 +32,7 @@ def run(bench: Bench) -> None:
                 ranks = training.wait_for_world(world, TIMEOUT)
                 generation, at = training.cluster.status().generation, time.time()
                 os.kill(ranks[-1 if number % 2 else 0].pid, signal.SIGKILL)
-                found = until(
-                    lambda: [line for line in training.lines() if line["generation"] > generation], TIMEOUT
-                )
+                found = until(lambda: [line for line in training.lines() if line["generation"] > generation], TIMEOUT)
                 case.record("s", found[0]["t"] - at)
                 training.wait_for_world(world, TIMEOUT)
             training.wait_for_world(world, TIMEOUT)

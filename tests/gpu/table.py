@@ -9,8 +9,15 @@ MAX_TEXT = 160  # characters of a value or an error
 
 def markdown(lines: list[dict[str, Any]]) -> str:
     """One row per result; the environment comes first, as one paragraph."""
-    surroundings = [f"{line['name']} {line['value']}" for line in lines if line["part"] == "environment" and "value" in line]
-    rows = ["; ".join(text for text in surroundings if len(text) < MAX_TEXT), "", "| part | what | result |", "|---|---|---|"]
+    surroundings = [
+        f"{line['name']} {line['value']}" for line in lines if line["part"] == "environment" and "value" in line
+    ]
+    rows = [
+        "; ".join(text for text in surroundings if len(text) < MAX_TEXT),
+        "",
+        "| part | what | result |",
+        "|---|---|---|",
+    ]
     for line in lines:
         if line["part"] == "environment" or (line["name"] == "whole part" and line["ok"] and "skipped" not in line):
             continue
