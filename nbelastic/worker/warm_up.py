@@ -1,12 +1,16 @@
 """Uses torch once in a new fork, where the first use is slow, before the cluster waits for this worker.
 
-A world of one rank trains a tiny model for two steps, in a thread while the engine registers, which is mostly waiting.
+A world of one rank trains a tiny model for two steps, in a thread while the engine registers, which is mostly waiting. On a
+GPU the first use makes the context, which takes memory and up to some seconds, and loads the libraries for matrices and
+convolutions.
 """
 
 from __future__ import annotations
 
 import io
+import sys
 import threading
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,13 +20,39 @@ class WarmUp:
     """`start()` it, and `wait()` before the worker forms its first group."""
 
     def __init__(self) -> None:
-        self._thread = threading.Thread(target=_use_torch, name="nbelastic-warm-up", daemon=True)
+        self._thread = threading.Thread(target=_warm_up, name="nbelastic-warm-up", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def wait(self) -> None:
         self._thread.join()
+
+
+def _warm_up() -> None:
+    _use_torch()
+    if torch.cuda.is_available():
+        _try("the GPU", lambda: _use_device(torch.device("cuda", torch.cuda.current_device())))
+
+
+def _try(what: str, task: Callable[[], None]) -> None:
+    """A failure is no reason to wait or to end: the program's own first use will fail too, and say more."""
+    try:
+        task()
+    except Exception as error:  # noqa: BLE001  (CUDA, its libraries and NCCL raise many kinds)
+        print(f"nbelastic: warming up {what} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _use_device(where: torch.device) -> None:
+    """Forward and backward passes of a matrix product and of a convolution. No random number is drawn."""
+    for kind in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(64, 64, device=where, dtype=kind, requires_grad=True)
+        images, filters = (torch.ones(8, 8, n, n, device=where, dtype=kind, requires_grad=True) for n in (16, 3))
+        convolved = torch.nn.functional.conv2d(images, filters)
+        ((matrix @ matrix).sum() + convolved.sum()).backward()
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+        torch.cuda.empty_cache()
 
 
 def _use_torch() -> None:

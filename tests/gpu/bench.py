@@ -22,7 +22,7 @@ SHARING = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
 }
-DOUBLE = ("tests.support.nccl_double",)  # imported in each worker's template, it takes NCCL's place
+DOUBLE = ("tests.support.nccl_double.install",)  # imported in each worker's template, it takes NCCL's place
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,25 @@ def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+def test_a_gpu_that_cannot_be_warmed_up_is_named(capsys):
+    """One line in the worker's log; the worker goes on, as the program may not need that GPU."""
+
+    def fail():
+        raise RuntimeError("no kernel image is available")
+
+    warm._try("the GPU", fail)
+    assert capsys.readouterr().err == (
+        "nbelastic: warming up the GPU failed: RuntimeError: no kernel image is available\n"
+    )
+
+
+def test_a_warm_up_draws_no_random_number():
+    """The program's first numbers are those of its seed."""
+    before = torch.get_rng_state()
+    warm._use_device(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class DyingSender:
     """It describes its state, of the next commit, and is lost when half of the tensors have arrived."""
 
