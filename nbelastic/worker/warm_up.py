@@ -45,7 +45,7 @@ def _try(what: str, task: Callable[[], None]) -> None:
 
 def _use_device(where: torch.device) -> None:
     """Forward and backward passes of a matrix product and of a convolution. No random number is drawn."""
-    for kind in (torch.float32, torch.bfloat16):
+    for kind in (torch.float32, torch.float16):
         matrix = torch.ones(64, 64, device=where, dtype=kind, requires_grad=True)
         images, filters = (torch.ones(8, 8, n, n, device=where, dtype=kind, requires_grad=True) for n in (16, 3))
         convolved = torch.nn.functional.conv2d(images, filters)

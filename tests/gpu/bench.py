@@ -79,19 +79,20 @@ class Bench:
 
     @contextmanager
     def training(
-        self,
-        hosts: str,
-        world: int,
-        program: Any,
-        options: dict[str, Any],
-        *,
-        folder: Path | None = None,
-        **kwargs: Any,
+        self, hosts: str, world: int, program: Any, options: dict[str, Any], **kwargs: Any
     ) -> Iterator[Training]:
-        """Train on a new cluster until the end of this block."""
-        with self.cluster(hosts, **options) as cluster:
-            training = Training(cluster, folder or self.new_folder("steps"), program, **kwargs)
-            training.wait_for_world(world, timeout=90)
+        """Train on a new cluster until the end of this block. `kwargs`: see `training_on`."""
+        with self.cluster(hosts, **options) as cluster, self.training_on(cluster, world, program, **kwargs) as training:
             yield training
-            if not training.job.done():
-                training.job.stop()
+
+    @contextmanager
+    def training_on(
+        self, cluster: nbe.Cluster, world: int, program: Any, *, folder: Path | None = None, **kwargs: Any
+    ) -> Iterator[Training]:
+        """Train with `program(folder, **kwargs)` until the end of this block."""
+        training = Training(cluster, folder or self.new_folder("steps"), program, **kwargs)
+        training.wait_for_world(world, timeout=90)
+        yield training
+        if not training.job.done():
+            training.job.stop()
+            training.job.wait(timeout=20)

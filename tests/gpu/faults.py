@@ -31,20 +31,25 @@ class Death(NamedTuple):
 
 def with_gloo(bench: Bench) -> None:
     """Three workers that share what there is; tensors are on the GPU if there is one."""
-    options = {"min": 1, "max": 4, "backend": "gloo"}
-    with bench.training("localhost:3", 3, programs.train, options, pause=0.01, large=1) as training:
-        lose_in_each_place(bench, training, PLACES, 3)
-        with bench.results.case("a host joins") as case:
-            begun = time.monotonic()
-            training.cluster.add_host("127.0.0.2:1")
-            training.wait_for_world(4, TIMEOUT)
-            case.record("s", time.monotonic() - begun)
-        with bench.results.case("a host is removed") as case:
-            begun = time.monotonic()
-            training.cluster.remove_host("127.0.0.2")
-            training.wait_for_world(3, TIMEOUT)
-            case.record("s", time.monotonic() - begun)
-        finish(bench, training)
+    with bench.cluster("localhost:3", min=1, max=4, backend="gloo") as cluster:
+        with bench.training_on(cluster, 3, programs.train, pause=0.01, large=1) as training:
+            lose_in_each_place(bench, training, PLACES, 3)
+            with bench.results.case("a host joins") as case:
+                begun = time.monotonic()
+                cluster.add_host("127.0.0.2:1")
+                training.wait_for_world(4, TIMEOUT)
+                case.record("s", time.monotonic() - begun)
+            with bench.results.case("a host is removed") as case:
+                begun = time.monotonic()
+                cluster.remove_host("127.0.0.2")
+                training.wait_for_world(3, TIMEOUT)
+                case.record("s", time.monotonic() - begun)
+            finish(bench, training)
+        with bench.training_on(cluster, 3, programs.train, pause=0.01, every=3) as training:
+            with bench.results.case("three steps per commit: killed in backward") as case:
+                for _ in range(bench.choose(3, 2, 1)):
+                    lose(training, case, 3, at_place(training, "backward"))
+            finish(bench, training)
 
 
 def with_nccl(bench: Bench) -> None:

@@ -70,8 +70,13 @@ def network(ballast: int) -> tuple[Any, Any]:
     return model, torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.01, momentum=0.9)
 
 
-def train(folder: str, *, ballast: int = 0, large: int = 0, groups: bool = False, pause: float = 0.0) -> dict[str, Any]:
-    """Train and commit each step until `folder/finish` exists. `large`: MB of one more all_reduce in each step."""
+def train(
+    folder: str, *, ballast: int = 0, large: int = 0, groups: bool = False, every: int = 1, pause: float = 0.0
+) -> dict[str, Any]:
+    """Train until `folder/finish` exists: a commit each `every` steps, which count as one step here.
+
+    `large`: MB of one more all_reduce in each step.
+    """
     log, device = Log(folder), nbe.device()
     if dies(folder, "newcomer-memory"):
         fill_memory(device)
@@ -97,20 +102,21 @@ def train(folder: str, *, ballast: int = 0, large: int = 0, groups: bool = False
         while True:
             over = torch.tensor([float((Path(folder) / "finish").exists())], device=device)
             dist.all_reduce(over, dist.ReduceOp.MAX)
-            if dies(folder, "all-reduce", chosen=is_last()):
-                dist.all_reduce(filling, dist.ReduceOp.MAX, async_op=True)
-                die(folder, "all-reduce")
-            if large:
-                dist.all_reduce(filling, dist.ReduceOp.MAX)
-            for name, fault in FAULTS.items():
-                if dies(folder, name, chosen=is_last()):
-                    fault(device)
-            loss = ddp(torch.randn(16, 64, device=device)).square().mean()
-            if dies(folder, "backward", chosen=is_last()):
-                model[0].weight.register_hook(lambda _: die(folder, "backward"))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()  # it waits for the GPU, and raises if a collective of this step was aborted
+            for _ in range(every):
+                if dies(folder, "all-reduce", chosen=is_last()):
+                    dist.all_reduce(filling, dist.ReduceOp.MAX, async_op=True)
+                    die(folder, "all-reduce")
+                if large:
+                    dist.all_reduce(filling, dist.ReduceOp.MAX)
+                for name, fault in FAULTS.items():
+                    if dies(folder, name, chosen=is_last()):
+                        fault(device)
+                loss = ddp(torch.randn(16, 64, device=device)).square().mean()
+                if dies(folder, "backward", chosen=is_last()):
+                    model[0].weight.register_hook(lambda _: die(folder, "backward"))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()  # it waits for the GPU, and raises if a collective of this step was aborted
             if dies(folder, "step", chosen=is_last()):
                 die(folder, "step")
             state.step += 1
