@@ -36,7 +36,7 @@ def _warm_up() -> None:
 
 
 def _try(what: str, task: Callable[[], None]) -> None:
-    """A failure is no reason to wait or to end: the program's own first use will fail too, and say more."""
+    """A failure does not end the worker: the program's own first use will fail too, and say more."""
     try:
         task()
     except Exception as error:  # noqa: BLE001  (CUDA, its libraries and NCCL raise many kinds)

@@ -50,7 +50,7 @@ def _measure_once(turn: int, found: dict[str, list[float]]) -> None:
     store = dist.PrefixStore(f"times/{turn}", dist.distributed_c10d._get_default_store())
     data = torch.ones(1 << 20, device=nbe.device())
     clock = _Clock(found)
-    backend = nccl.create(store, rank, size, TIMEOUT)
+    backend = nccl.create(store, rank, size, nccl.options(TIMEOUT))
     nccl.connect(backend)
     clock.note("init")
     for name in ("first collective", "second collective"):

@@ -45,7 +45,7 @@ def test_a_host_joins_and_leaves(trains):
 
 
 def test_a_newcomer_warms_up_beside_the_training(trains):
-    """A newcomer's `@nbe.warmup` function runs while the others train; nobody waits for it, and it changes no state."""
+    """A newcomer's `@nbe.warmup` function runs while the others train, who do not wait for it; it changes no state."""
     training = trains("localhost:1", programs.train_after_warm_up, min=1)
     go = training.folder / "go"
     go.touch()
