@@ -109,7 +109,8 @@ def test_the_other_commands_of_a_decision_are_carried_out(start_hostless, monkey
     cluster.add_host("gpu9")
     with pytest.raises(nbe.ClusterStoppedError, match="OSError: no, at HostAdded"):
         cluster.wait(1, timeout=20)
-    assert done == [cmd.StartAgent(HostSpec("gpu9", cluster._link.configuration.default_slots))]
+    slots = cluster._link.configuration.default_slots
+    assert done == [cmd.StartAgent(HostSpec("gpu9", slots, follows_gpus=True))]
 
 
 async def ask_to_leave(fakes):
