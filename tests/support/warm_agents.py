@@ -139,7 +139,7 @@ class WarmPopen(subprocess.Popen):
             fds = [streams[0], streams[3], streams[5]]
             try:
                 self.pid = process.fork(code, os.fspath(cwd or os.getcwd()), environment or os.environ, fds)
-            except EOFError:
+            except ConnectionRefusedError:
                 code = None
             else:
                 self._child_created = True

@@ -42,6 +42,7 @@ IGNORED = (  # of these: what nbelastic sets for agents, which means nothing wit
 NAMESPACES = ("net", "uts", "mnt")
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 0)  # the number of the system call
 CLONE_PARENT = 0x8000
+REFUSED = 1 << 32  # the answer to a request from another environment; no exit code is as large
 start_program = util.spawnv_passfds
 
 
@@ -52,20 +53,27 @@ def decisive(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> int:
-    """Send a request with descriptors; the number that the warm process answers. EOFError if it gives none."""
+    """Send a request with descriptors; the number that the warm process answers.
+
+    ConnectionRefusedError if it refuses the request, EOFError if it has ended.
+    """
     data = json.dumps(request).encode()
     socket.send_fds(connection, [LENGTH.pack(len(data))], fds)
     connection.sendall(data)
     answer = connection.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(answer) < LENGTH.size:
         raise EOFError
-    return int(LENGTH.unpack(answer)[0])
+    number = int(LENGTH.unpack(answer)[0])
+    if number == REFUSED:
+        raise ConnectionRefusedError
+    return number
 
 
 def join(address: str) -> None:
     """Have the warm process at `address` fork an agent in this process's namespaces; wait for it and end as it ends.
 
-    Return if there is none, or if the environment here differs in what Python and torch read as they start.
+    Return if there is none, or if the environment here differs in what Python and torch read as they start. If the warm process
+    ends, its agent ends too. Then this process ends as well: the agent may have read its input.
     """
     descriptors = [0, 1, 2, *(os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES)]
     try:
@@ -73,7 +81,9 @@ def join(address: str) -> None:
             connection.connect(address)
             request = {"code": AGENT, "cwd": os.getcwd(), "environment": dict(os.environ), "waits": True}
             code = ask(connection, request, descriptors)
-    except (OSError, EOFError):
+    except EOFError:
+        os._exit(1)
+    except OSError:
         return
     finally:
         for fd in descriptors[3:]:
@@ -136,6 +146,8 @@ class Server:
                     self._watch(pid, connection.dup())
                 else:
                     connection.sendall(LENGTH.pack(pid))
+            else:
+                connection.sendall(LENGTH.pack(REFUSED))
         for fd in fds:
             os.close(fd)
 
