@@ -33,7 +33,10 @@ def meet_in_groups(folder):
                     (Path(folder) / "waits").touch()
                     while True:
                         signal.pause()
-                dist.all_reduce(torch.ones(1), group=group)
+                one = torch.ones(1)
+                dist.all_reduce(one, group=group)
+                if one.item() != nbe.size():  # NCCL raises nothing after an abort
+                    raise RuntimeError(f"the sum of {nbe.size()} ones is {one.item()}")
             state.step += 1
             log(step=state.step, generation=programs.generation(), sum="")
             state.commit()
