@@ -313,10 +313,9 @@ def _forget_groups() -> None:
     """What `destroy_process_group` does without waiting for other ranks: torch has no group any more."""
     world = dist.distributed_c10d._world
     dist.distributed_c10d._update_default_pg(None)
-    for groups in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-        groups.clear()
-    for groups in (world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
-        groups.clear()
+    for groups in ("map", "names", "group_ranks", "backend_config", "to_tag", "coalesce_state"):
+        getattr(world, f"pg_{groups}").clear()
+    world.tags_to_pg.clear()
     dist.distributed_c10d._unregister_all_process_groups()
     world.group_count = 0
 

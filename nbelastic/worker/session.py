@@ -24,7 +24,6 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import gpu_errors, protocol
 from nbelastic.worker.accelerator import accelerator_for
-from nbelastic.worker.device import device
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import REPEAT, may_be_collective
@@ -273,6 +272,9 @@ class Session:
         """WorldAborted if the generation is broken. Wait for the GPU first: an aborted kernel ends as if it had succeeded."""
         if where.type == "cuda" or self._groups.accelerator is not None:
             self._groups.synchronize()
+        self._raise_if_over()
+
+    def _raise_if_over(self) -> None:
         group = self._groups.present
         if group is not None and self._protocol.is_over(group.generation):
             raise WorldAborted
@@ -284,7 +286,7 @@ class Session:
         """
         if self._groups.uses_gpu:
             self._groups.synchronize(all_streams=True)
-            self.check(device())
+            self._raise_if_over()
 
     def on_any_rank(self, mine: bool) -> bool:
         """Collective: whether `mine` is true on any rank."""

@@ -1,6 +1,7 @@
 """A main thread that hangs in an aborted collective, and one that is busy."""
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,18 +11,18 @@ import pytest
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker import hang_detector
-from nbelastic.worker.hang_detector import HANG_TIMEOUT, HangResponse, MainThread
+from nbelastic.worker.hang_detector import GPU_HANG_TIMEOUT, HANG_TIMEOUT, HangResponse, MainThread
 
 W = WorkerId("a", 0, 1)
 GENERATION = 7
 
 
-def watched(main, seconds):
+def watched(main, seconds, *, with_gpu=False):
     """The longest hang that the link thread measures while the main thread runs `main(seconds)`."""
     longest, over = [0.0], threading.Event()
 
     def measure():
-        blocked = MainThread(time.monotonic())
+        blocked = MainThread(time.monotonic(), with_gpu=with_gpu)
         while not over.wait(0.02):
             longest[0] = max(longest[0], blocked.hangs_for(time.monotonic()))
 
@@ -85,34 +86,13 @@ def test_it_starts_again_when_it_moves():
     assert watched(twice, 0.3) < sum(waits)
 
 
-def on_gpu(main, seconds, monkeypatch):
-    """As `watched`, for a worker with a GPU: whether the main thread was ever thought to hang for a fifth of a second."""
-    monkeypatch.setattr(hang_detector, "GPU_HANG_TIMEOUT", 0.2)
-    hung = []
-
-    def measure():
-        main_thread = MainThread(time.monotonic(), with_gpu=True)
-        while not over.wait(0.02):
-            hung.append(main_thread.hangs(time.monotonic()))
-
-    over = threading.Event()
-    thread = threading.Thread(target=measure)
-    thread.start()
-    try:
-        main(seconds)
-    finally:
-        over.set()
-        thread.join()
-    return any(hung)
-
-
 @pytest.mark.parametrize(("where", "hangs"), [("torch/cuda/streams.py", True), ("home/me/train.py", False)])
-def test_with_a_gpu_one_long_call_of_torchs_is_a_hang(where, hangs, monkeypatch):
+def test_with_a_gpu_one_long_call_of_torchs_is_a_hang(where, hangs):
     """It is in one call for too long: nothing wakes it. The user's own code may take its time."""
-    assert on_gpu(wait_in(f"/{where}"), 0.8, monkeypatch) is hangs
+    assert (watched(wait_in(f"/{where}"), 0.8, with_gpu=True) > 0.2) is hangs
 
 
-def test_with_a_gpu_a_backward_pass_that_computes_is_no_hang(monkeypatch):
+def test_with_a_gpu_a_backward_pass_that_computes_is_no_hang():
     """The main thread sleeps in autograd, while a thread of autograd computes."""
     over = threading.Event()
 
@@ -124,10 +104,23 @@ def test_with_a_gpu_a_backward_pass_that_computes_is_no_hang(monkeypatch):
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        assert not on_gpu(wait_in("/torch/autograd/graph.py"), 0.8, monkeypatch)
+        assert watched(wait_in("/torch/autograd/graph.py"), 0.8, with_gpu=True) <= 0.2
     finally:
         over.set()
         thread.join()
+
+
+@pytest.mark.parametrize(("with_gpu", "patience"), [(False, HANG_TIMEOUT), (True, GPU_HANG_TIMEOUT)])
+def test_a_hang_is_reported_after_its_patience(with_gpu, patience, monkeypatch):
+    """Without a GPU after a third of a second; with one an abort may take longer than that."""
+    monkeypatch.setattr(hang_detector, "_read_stat", lambda _: ("S", 0))
+    monkeypatch.setattr(MainThread, "_is_in_collective", lambda _: True)
+    monkeypatch.setattr(hang_detector, "_autograd_times", list)
+    monkeypatch.setattr(
+        hang_detector.sys, "_current_frames", lambda frame=sys._getframe(): {threading.get_ident(): frame}
+    )
+    main_thread = MainThread(0.0, with_gpu=with_gpu)
+    assert [main_thread.hangs(now) for now in (0.0, patience, patience + 0.01)] == [False, False, True]
 
 
 class Ended(Exception):
