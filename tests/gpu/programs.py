@@ -119,16 +119,22 @@ def train(
                 optimizer.step()  # it waits for the GPU, and raises if a collective of this step was aborted
             if dies(folder, "step", chosen=is_last()):
                 die(folder, "step")
-            state.step += 1
-            total = checksum(model, optimizer)
-            log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank(), sum=total)
+            done = count_step(state, log)
             ended = bool(over.item())
             state.commit()
             if ended:
-                return {"step": state.step, "sum": total, "device": str(device), "pid": os.getpid()}
+                return done
             time.sleep(pause)
 
     return dict(loop(state))
+
+
+def count_step(state: Any, log: Log) -> dict[str, Any]:
+    """Count a step and log it; returns what a rank returns if it is the last one."""
+    state.step += 1
+    total = checksum(state.model, state.optimizer)
+    log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank(), sum=total)
+    return {"step": state.step, "sum": total, "device": str(nbe.device()), "pid": os.getpid()}
 
 
 def fill_memory(device: torch.device) -> None:
@@ -189,13 +195,11 @@ def accumulate(folder: str, seconds: float) -> dict[str, Any]:
             dist.all_reduce(over, dist.ReduceOp.MAX)
             ddp(torch.randn(16, 64, device=device)).square().mean().backward()
             optimizer.step()
-            state.step += 1
-            total = checksum(model, optimizer)
-            log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank(), sum=total)
+            done = count_step(state, log)
             ended = bool(over.item())
             state.commit()
             if ended:
-                return {"step": state.step, "sum": total, "device": str(device), "pid": os.getpid()}
+                return done
 
     return dict(loop(state))
 
