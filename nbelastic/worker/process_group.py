@@ -28,7 +28,16 @@ from nbelastic.system.addresses import bracketed, split_endpoint
 from nbelastic.worker.accelerator import Accelerator, Communicators, Factory
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.socket_filter import admit_all, admit_only
-from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets, peers, shut_down
+from nbelastic.worker.sockets import (
+    Connections,
+    Endpoint,
+    count_connected,
+    endpoint,
+    listeners,
+    open_sockets,
+    peers,
+    shut_down,
+)
 
 POLL = 0.02  # seconds between two checks while a group forms
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate for long, and an abort does not wait for this
@@ -82,9 +91,11 @@ class Group:
         self._communicators = None if accelerator is None else Communicators(accelerator)
         self._connections: Connections | None = None  # an abort shuts these down
         self._default: dict[str, int] | None = None  # the connections of the default group when it was complete
+        self._was_whole = True  # each pair of ranks was connected when the default group was complete
         self._own: list[tuple[Any, dict[str, int]]] = []  # of each of the program's own groups: options, connections
         self._gloo: Any = None  # the device of all its gloo groups: its one listener accepts all connections
         self._listener = 0  # the descriptor of that listener
+        self._listeners: frozenset[Endpoint] = frozenset()  # of all members
         self._store: Any = None
         self._offer: Offer | None = None  # the store's server, on rank 0
         self.subgroups: Any = None  # made on demand
@@ -110,6 +121,8 @@ class Group:
             raise ValueError("this group was abandoned")
         self._prepared = prepared
         self._default = self._complete()
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects at the first use
+            self._was_whole = self._count_pairs() >= formation.world_size - 1
 
     def form(
         self,
@@ -172,7 +185,8 @@ class Group:
         store.set(f"listener/{rank}", f"{address} {port}")
         texts = store.multi_get([f"listener/{other}" for other in range(size)])
         endpoints = (text.decode().split() for text in texts)
-        self._connections.others |= {(address, int(number)) for address, number in endpoints}
+        self._listeners = frozenset((address, int(number)) for address, number in endpoints)
+        self._connections.others |= self._listeners
         return self._make(store, rank, size, timeout)
 
     def _make(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -192,6 +206,10 @@ class Group:
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects at the first use
             admit_only(self._listener, ())
         return now
+
+    def _count_pairs(self) -> int:
+        """How many ranks this one is connected to by gloo. A rank that died just after it connected does not count."""
+        return count_connected((self._default or {}).values(), self._listeners)
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """Connect to rank 0's store. Rank 0 connects too: the server's own client must outlive an abort of this group."""
@@ -266,7 +284,7 @@ class Group:
 
         Groups that the program has destroyed do not count: the first rank to do so closes them for all.
         """
-        if self._default is None or self.error:
+        if self._default is None or not self._was_whole or self.error:
             return False
         backends = [backend for group in dist.distributed_c10d._world.pg_map for backend in _backends(group)]
         in_use = {id(backend.options) for backend in (*backends, *self._side) if isinstance(backend, GLOO)}

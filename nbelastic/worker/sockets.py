@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 Endpoint = tuple[str, int]  # address and port
 _NETWORK = (socket.AF_INET, socket.AF_INET6)
@@ -60,6 +60,16 @@ def listeners(descriptors: Iterable[int]) -> dict[int, Endpoint]:
             if ours is not None and ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found[fd] = endpoint(*ours.getsockname())
     return found
+
+
+def count_connected(descriptors: Iterable[int], to: Collection[Endpoint]) -> int:
+    """How many of these sockets are connected, with one end at an endpoint in `to`."""
+    count = 0
+    for fd in descriptors:
+        with borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or the other end is gone
+            if ours is not None:
+                count += any(endpoint(*end) in to for end in (ours.getpeername(), ours.getsockname()))
+    return count
 
 
 def peers(descriptors: Iterable[int]) -> frozenset[str]:

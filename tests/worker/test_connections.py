@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +14,7 @@ from nbelastic.worker import process_group
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import Group, Offer
-from nbelastic.worker.sockets import borrowed, listeners, open_sockets, shut_down
+from nbelastic.worker.sockets import borrowed, count_connected, listeners, open_sockets, shut_down
 from tests.support.waiting import until
 from tests.worker.forming import form, formation
 
@@ -124,6 +125,27 @@ def test_an_abort_reaches_the_groups_that_the_program_makes():
         with pytest.raises(RuntimeError):
             alone.result()
     assert not members[0].is_intact()
+
+
+def test_a_member_that_dies_as_soon_as_it_has_connected_is_missed(monkeypatch):
+    """Gloo has closed that connection before this rank lists them: later errors do not come from the program."""
+    complete, both_connected = Group._complete, threading.Barrier(2)
+
+    def late(group):
+        if group._default is not None:  # this is a later group of this member
+            return complete(group)
+        both_connected.wait(20)
+        pairs = {i: fd for i, fd in group._connections.now().items() if count_connected([fd], group._listeners)}
+        for inode, fd in pairs.items():
+            shut_down(fd, inode)
+        until(lambda: pairs.keys().isdisjoint(group._connections.now()))
+        return complete(group)
+
+    with ThreadPoolExecutor(2) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Group, "_complete", late)
+            members, _ = two_members(pool)
+        assert [member.is_intact() for member in members] == [False, False]
 
 
 class RegisteredGroup:
