@@ -60,7 +60,7 @@ class Session:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.worker = WorkerId.parse(settings["worker"])
         self.output = OutputBuffer()
-        self.warm_up = WarmUp()
+        self.warm_up = WarmUp(nccl=settings.get("backend") != "gloo")
         self.used = False  # an elastic function has run in this job
         self.warm_ups: list[Callable[[Any], object]] = []  # of this job's program, not called yet
         self.checkpoints: JobCheckpoints | None = None  # of this job

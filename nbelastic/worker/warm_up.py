@@ -2,7 +2,7 @@
 
 A world of one rank trains a tiny model for two steps, in a thread while the engine registers, which is mostly waiting. On a
 GPU the first use makes the context, which takes memory and up to some seconds, and loads the libraries for matrices and
-convolutions.
+convolutions, and NCCL.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from nbelastic.worker import accelerator
+
+TIMEOUT = timedelta(seconds=60)  # of NCCL's first use
+
 
 class WarmUp:
-    """`start()` it, and `wait()` before the worker forms its first group."""
+    """`start()` it, and `wait()` before the worker forms its first group. `nccl`: whether a job may use that."""
 
-    def __init__(self) -> None:
-        self._thread = threading.Thread(target=_warm_up, name="nbelastic-warm-up", daemon=True)
+    def __init__(self, *, nccl: bool = True) -> None:
+        self._thread = threading.Thread(target=_warm_up, args=(nccl,), name="nbelastic-warm-up", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -29,10 +34,12 @@ class WarmUp:
         self._thread.join()
 
 
-def _warm_up() -> None:
+def _warm_up(nccl: bool) -> None:
     _use_torch()
     if torch.cuda.is_available():
         _try("the GPU", lambda: _use_device(torch.device("cuda", torch.cuda.current_device())))
+        if nccl:
+            _try("NCCL", lambda: _use_accelerator(accelerator.NCCL))
 
 
 def _try(what: str, task: Callable[[], None]) -> None:
@@ -53,6 +60,15 @@ def _use_device(where: torch.device) -> None:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
         torch.cuda.empty_cache()
+
+
+def _use_accelerator(one: accelerator.Accelerator) -> None:
+    """Connect a communicator of one rank, and abort it."""
+    communicator = one.create(dist.HashStore(), 0, 1, one.options(TIMEOUT))
+    try:
+        one.connect(communicator)
+    finally:
+        one.abort(communicator)
 
 
 def _use_torch() -> None:

@@ -83,8 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the present part is ended, too
     kind = "double" if given.double else "cpu" if given.cpu else "cuda"
-    if kind != "cuda":
+    if kind == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif kind == "double":  # it gives each worker a GPU that does not exist
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     chosen = set(filter(None, (given.only or "").split(","))) or set(BY_NAME)
     end = time.monotonic() + given.seconds - RESERVE
     sink, found = Sink(given.out), Found(kind)

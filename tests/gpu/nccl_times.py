@@ -19,19 +19,19 @@ HANGS = 0.3  # seconds that a collective waits before it is aborted
 
 def run(bench: Bench) -> None:
     """In a world of all ranks, a few times. Each number is of the slowest rank."""
-    world = bench.world(most=8)
+    world, rows = bench.world(most=8), list[dict[str, list[float]]]()
     with bench.cluster(f"localhost:{world}", min=world, **bench.nccl()) as cluster:
         with bench.results.case("all") as case:
             rows = cluster.run(measure, bench.choose(5, 3, 2)).result(timeout=bench.left)
             case.note(ranks=world)
-        for name in rows[0]:
+        for name in rows[0] if rows else ():
             values = [max(rank[name][turn] for rank in rows) for turn in range(len(rows[0][name]))]
             bench.results.numbers(name, "s", values, ranks=world)
 
 
 def measure(times: int) -> dict[str, list[float]]:
     """Make communicators beside the group of the world. Returns seconds by name; one number per time."""
-    found: dict[str, list[float]] = {"init": [], "first collective": [], "second collective": [], "abort": []}
+    found: dict[str, list[float]] = {"init": [], "first large collective": [], "next collective": [], "abort": []}
 
     @nbe.elastic
     def loop(_: Any) -> None:
@@ -53,7 +53,7 @@ def _measure_once(turn: int, found: dict[str, list[float]]) -> None:
     backend = nccl.create(store, rank, size, nccl.options(TIMEOUT))
     nccl.connect(backend)
     clock.note("init")
-    for name in ("first collective", "second collective"):
+    for name in ("first large collective", "next collective"):
         backend.allreduce([data]).wait()
         nccl.synchronize()
         clock.note(name)

@@ -12,6 +12,8 @@ from nbelastic.state.transfer import describe
 from nbelastic.worker import warm_up as warm
 from nbelastic.worker.worker_report import WorkerFacts
 from tests.state.conftest import FakeSession, formation
+from tests.support.nccl_double.accelerator import Double
+from tests.support.nccl_double.communicator import live as communicators
 
 CPU = torch.device("cpu")
 
@@ -173,6 +175,25 @@ def test_a_gpu_that_cannot_be_warmed_up_is_named(capsys):
     assert capsys.readouterr().err == (
         "nbelastic: warming up the GPU failed: RuntimeError: no kernel image is available\n"
     )
+
+
+def test_nccl_is_warmed_up_by_a_communicator_of_one():
+    """It connects, and is aborted in any case: nothing of it is left when the first world forms."""
+    warm._use_accelerator(Double())
+    assert not communicators
+    calls = []
+
+    class Broken(Double):
+        def connect(self, communicator):
+            raise RuntimeError("no interface")
+
+        def abort(self, communicator):
+            calls.append("abort")
+            super().abort(communicator)
+
+    with pytest.raises(RuntimeError, match="no interface"):
+        warm._use_accelerator(Broken())
+    assert calls == ["abort"]
 
 
 def test_a_warm_up_draws_no_random_number():
