@@ -1,8 +1,8 @@
 """Uses torch once in a new fork, where the first use is slow, before the cluster waits for this worker.
 
-A world of one rank trains a tiny model for two steps, in a thread while the engine registers, which is mostly waiting. On a
-GPU the first use makes the context, which takes memory and up to some seconds, and loads the libraries for matrices and
-convolutions, and NCCL.
+A world of one rank trains a tiny model for two steps, in a thread while the engine registers, which is mostly waiting. The
+first use of a GPU makes its context, which takes memory and up to some seconds. It also loads NCCL and the libraries for
+matrices and convolutions.
 """
 
 from __future__ import annotations
