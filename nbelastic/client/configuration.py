@@ -28,6 +28,7 @@ from nbelastic.protocol.timeouts import LEASE, LEASE_WITH_SSH
 from nbelastic.provision.discovery import source_of
 from nbelastic.system.gpu_count import visible_gpus
 
+SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: 1 lets several ranks use one GPU
 _numbers = itertools.count(1)  # for names of clusters that the user has not named
 _ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep")
 
@@ -106,6 +107,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         silence=silence,
         stall=_seconds(given["stall"]),
         backend=given["backend"],
+        shares_gpus=(given["env"] or {}).get(SHARE_GPUS, os.environ.get(SHARE_GPUS)) == "1",
         timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], launcher),
     )
     lease = float(given["lease"]) if given["keep"] else max(LEASE_WITH_SSH if launcher == SSH else LEASE, silence)

@@ -26,7 +26,7 @@ class FreeGpus:
         if any(host.gpus for host in cluster.hosts.values()):
             for w, worker in cluster.workers.items():
                 self._use(w.host, worker.gpu)
-        self._exclusive = uses_nccl(cluster)
+        self._exclusive = uses_nccl(cluster) and not cluster.limits.shares_gpus
 
     def take(self, host: Host) -> str | None:
         """The GPU of the host's next worker: the least used one. Empty if the host has none; None if no worker may start.
@@ -96,6 +96,8 @@ def choose_back_end(cluster: ClusterState) -> tuple[str, str]:
     """The back end of a job, from the workers that live; or an empty text, and why the wanted one is not possible."""
     workers = [worker for w, worker in cluster.workers.items() if w not in cluster.stopped and w not in cluster.failed]
     gpus, wanted = len({worker.gpu for worker in workers if worker.gpu}), cluster.limits.backend
+    if wanted == "nccl" and cluster.limits.shares_gpus and workers and all(worker.gpu for worker in workers):
+        return "nccl", ""
     if wanted != "gloo" and workers and gpus == len(workers):
         return "nccl", ""
     if wanted == "nccl":

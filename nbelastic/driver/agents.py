@@ -251,7 +251,7 @@ class Agents:
             "defaults": NCCL_DEFAULTS,
             "environment": {**NCCL_ENVIRONMENT, **settings.environment},
             "cwd": settings.cwd or "",
-            "settings": {"slots": str(spec.slots)},
+            "settings": {"slots": str(spec.slots), "backend": settings.limits.backend},
         }
 
     def _expected_workers(self) -> int:

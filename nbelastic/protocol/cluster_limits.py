@@ -23,6 +23,7 @@ class Limits(Struct, frozen=True):
     stall: float | None = None  # a member that keeps the others waiting for so long is replaced; None: never
     timeouts: Timeouts = Timeouts()
     backend: str = "auto"
+    shares_gpus: bool = False  # with the back end nccl, several workers may use one GPU
     room: int | None = None  # workers that the limit of open files on the driver's machine allows; None: any number
 
     @property

@@ -83,6 +83,16 @@ def test_nccl_with_too_few_gpus_is_refused_with_both_numbers(gpus, there):
     assert (story.cluster.job.outcome, story.cluster.job.reason) == ("failed", reason)
 
 
+def test_workers_share_a_gpu_over_nccl_if_nccl_may():
+    """`backend="nccl"` and NCCL's variable for it; a newcomer shares too. A worker without any GPU is still refused."""
+    story = cluster("a:3", gpus={"a": "A"}, backend="nccl", shares_gpus=True, min=2).submit("job").quiet(5.0)
+    assert (story.cluster.phase, backend(story), len(story.cluster.members)) == ("running", "nccl", 3)
+    story.kill("a/2#1").quiet(5.0)
+    assert allotted(story)["a/2#2"] == "A"
+    without = cluster("a:2", gpus={}, backend="nccl", shares_gpus=True, min=2).submit("job").quiet(5.0)
+    assert without.cluster.job.outcome == "failed"
+
+
 def test_a_host_that_cannot_use_nccl_is_left_out_of_the_job():
     """The job goes on without it, and the status has the reason. The next job uses it, and decides anew."""
     story = cluster("a:2", gpus={"a": "A B", "c": "A B"}, min=2).submit("job").quiet(5.0)

@@ -22,7 +22,6 @@ SHARING = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
 }
-DOUBLE = ("tests.support.nccl_double.install",)  # imported in each worker's template, it takes NCCL's place
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,13 @@ class Bench:
 
     def nccl(self, env: dict[str, str] | None = None, preload: tuple[str, ...] = ()) -> dict[str, Any]:
         """The options of a cluster whose ranks use NCCL: each its own GPU, all the same one, or the double. `--cpu`: gloo."""
-        if not self.has_gpu:
-            backend, modules = ("nccl", (*DOUBLE, *preload)) if self.kind == "double" else ("gloo", ())
-            return {"backend": backend, "preload": modules, "env": env or {}}
+        if self.kind == "cpu":
+            return {"backend": "gloo", "env": env or {}}
+        if self.kind == "double":
+            from tests.support.nccl_double import CLUSTERS  # it has this process import a fake NVML
+
+            own = CLUSTERS["nccl"]
+            return {**own, "preload": (*own["preload"], *preload), "env": {**own["env"], **(env or {})}}
         return {"backend": "nccl", "preload": preload, "env": {**(SHARING if self.gpus == 1 else {}), **(env or {})}}
 
     @contextmanager

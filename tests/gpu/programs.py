@@ -140,7 +140,7 @@ def count_step(state: Any, log: Log) -> dict[str, Any]:
 def fill_memory(device: torch.device) -> None:
     """Ask for more memory than there is. On the CPU the error is another one, so this raises the GPU's."""
     if device.type != "cuda":
-        raise torch.OutOfMemoryError("out of memory, as on a GPU")
+        raise torch.OutOfMemoryError("CUDA out of memory, as a GPU has it")
     torch.empty(1 << 50, dtype=torch.uint8, device=device)
 
 

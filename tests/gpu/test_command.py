@@ -17,8 +17,16 @@ from tests.gpu.parts import PARTS, Part
 from tests.gpu.running import run_part
 
 ROOT = Path(__file__).parents[2]
-IN_EVERY_RUN = "newcomers"
-ON_CPU = [part.name for part in PARTS if not part.needs(Found("cpu"))]
+IN_EVERY_RUN = ("double", "newcomers")
+
+
+def runs():
+    """Each part with each kind of surroundings in which it runs without a GPU. All but one are long tests."""
+    for kind in ("cpu", "double"):
+        for part in PARTS[1:]:
+            if not part.needs(Found(kind)):
+                marks = () if (kind, part.name) == IN_EVERY_RUN else pytest.mark.soak
+                yield pytest.param(kind, part.name, marks=marks)
 
 
 def command(*arguments):
@@ -28,18 +36,11 @@ def command(*arguments):
     return subprocess.run(words, cwd=ROOT, env=surroundings, check=False, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(name, marks=() if name == IN_EVERY_RUN else pytest.mark.soak)
-        for name in ON_CPU
-        if name != "environment"
-    ],
-)
-def test_a_part_runs_on_the_cpu(tmp_path, part):
+@pytest.mark.parametrize(("kind", "part"), runs())
+def test_a_part_runs_without_a_gpu(tmp_path, kind, part):
     """It succeeds, its lines are in the file too, and each says where it is from. The environment comes first."""
     file = tmp_path / "gpu.jsonl"
-    ended = command("--cpu", "--quick", "--only", part, "--out", str(file))
+    ended = command(f"--{kind}", "--quick", "--only", part, "--out", str(file))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert file.read_text() == ended.stdout
     lines = [json.loads(text) for text in ended.stdout.splitlines()]
