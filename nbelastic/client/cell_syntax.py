@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import traceback
 import warnings
+from collections.abc import Iterable, Sequence
 
 from nbelastic.errors import UsageError
+from nbelastic.system.argument_types import SECONDS, WHOLE, check_kind
 
 MAX_CHARACTERS = 1_000_000
+MAX_LIMIT = 86_400.0  # seconds
 
 
 def check_cell(source: str, *, awaits: bool) -> None:
@@ -33,6 +36,26 @@ def check_cell(source: str, *, awaits: bool) -> None:
             if error.text is None and error.lineno is not None and error.lineno <= len(lines):
                 error.text = lines[error.lineno - 1]
             raise error.with_traceback(None) from None
+
+
+def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ranks on which a cell is to run. UsageError for a wrong one."""
+    chosen = tuple(ranks) if isinstance(ranks, Iterable) else (ranks,)
+    for rank in chosen:
+        check_kind("ranks", rank, WHOLE)
+        if rank < 0:
+            raise UsageError(f"ranks={rank}: ranks count from 0.")
+    return tuple(sorted(set(chosen)))
+
+
+def check_limit(limit: float) -> float:
+    """The seconds for which a cell may run at a commit. UsageError for a wrong number."""
+    check_kind("limit", limit, SECONDS)
+    if not 0 < limit <= MAX_LIMIT:
+        raise UsageError(
+            f"limit={limit:g}: more than 0 s, and at most {MAX_LIMIT:g} s, as all ranks wait for the cell."
+        )
+    return float(limit)
 
 
 def describe_error(error: SyntaxError) -> str:

@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack, overload
 
 from nbelastic.client.attaching import attach_cluster
-from nbelastic.client.cell_syntax import check_cell
+from nbelastic.client.cell_syntax import check_cell, check_limit, check_ranks
 from nbelastic.client.checkpoints import checkpoint_plan
+from nbelastic.client.cluster_view import ClusterView
 from nbelastic.client.configuration import configure
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.engine_client import EngineClient
@@ -29,11 +30,11 @@ from nbelastic.protocol import requests
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.host_sources import HostDiscovery
 from nbelastic.protocol.local_clusters import ClusterInfo, clusters, find_run_folder
-from nbelastic.protocol.requests import CellOutput
-from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
+from nbelastic.protocol.requests import CellOutput, CommitOutput
+from nbelastic.system.argument_types import WHOLE, check_kind
 
 
-class Cluster:
+class Cluster(ClusterView):
     """Elastic workers on one or more hosts, and the jobs that run on them.
 
     `hosts`: `"localhost:2,127.0.0.2:2"` or a list of such texts. The default is this machine, with one slot per GPU or,
@@ -231,22 +232,75 @@ class Cluster:
         self._job = Job(self._link.last_connection, copy)
         return self._job
 
+    @overload
     def execute(
         self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None
-    ) -> list[CellOutput]:
+    ) -> list[CellOutput]: ...
+
+    @overload
+    def execute(
+        self,
+        source: str,
+        *,
+        at_commit: Literal[True],
+        ranks: Sequence[int] = (),
+        limit: float = 30.0,
+        timeout: float | None = None,
+    ) -> list[CommitOutput]: ...
+
+    def execute(
+        self,
+        source: str,
+        *,
+        setup: bool = False,
+        key: str | None = None,
+        timeout: float | None = None,
+        at_commit: bool = False,
+        ranks: Sequence[int] = (),
+        limit: float = 30.0,
+    ) -> list[CellOutput] | list[CommitOutput]:
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its program.
 
         Returns a list of (worker, stdout, stderr, error); the error is the remote traceback, or None. A setup cell is kept if
         it succeeds on a worker. It replaces the one with the same `key` or, without a key, the same source. A worker on which
         it fails takes part in no job until the cell is corrected or cleared. UsageError while a job or another setup cell runs.
-        SyntaxError, before anything is sent, if the cell cannot be compiled.
+
+        `at_commit`: in the middle of the running program, on `ranks` (default: all). The ranks stop together after a step,
+        run the cell, and train on. It sees the program's names, with `state`; what it changes on all ranks is trained on with.
+        An error in it ends nothing; after `limit` seconds it is interrupted. Returns a list of `CommitOutput`. UsageError if no
+        job trains. SyntaxError, before anything is sent, if the cell cannot be compiled.
         """
+        if at_commit:
+            if setup or key is not None:
+                raise UsageError("a setup cell runs between jobs, not at a commit: leave out setup and key.")
+            check_cell(source, awaits=False)
+            run: requests.AnyRequest = requests.ExecuteAtCommit(source, check_ranks(ranks), check_limit(limit))
+            commit_outputs: list[CommitOutput] = self._link.ask(run, timeout, "the cell to end", cancel=True)
+            return commit_outputs
         check_cell(source, awaits=True)
         digest = hashlib.sha256(source.encode()).hexdigest()
         run = requests.ExecuteSetup(key or f"cell-{digest[:8]}", source) if setup else requests.Execute(source)
         # A setup cell is not cancelled by a timeout: it is kept if it succeeds later.
         outputs: list[CellOutput] = self._link.ask(run, timeout, "the cell to end", cancel=not setup)
         return outputs
+
+    def pause(self, timeout: float | None = 60.0, by: str = "you") -> None:
+        """Stop the training at its next commit, and wait until all ranks stand still. Cells can run there: see `execute`.
+
+        A world that breaks meanwhile is formed again, makes one commit and is paused again. UsageError if no job runs.
+        """
+        self._link.ask(requests.Pause(by), timeout, "all ranks to come to the next commit")
+
+    def resume(self, by: str = "you") -> None:
+        """Let a paused training go on. UsageError if no job runs."""
+        self._link.ask(requests.Resume(by))
+
+    def step(self, steps: int = 1, timeout: float | None = None, by: str = "you") -> None:
+        """Let a paused training make so many commits, and wait until it is paused again. One that runs is paused."""
+        check_kind("steps", steps, WHOLE)
+        if steps < 1:
+            raise UsageError(f"steps={steps}: at least 1.")
+        self._link.ask(requests.Step(by, steps), timeout, f"all ranks to make {steps} commits")
 
     @property
     def setup_cells(self) -> dict[str, str]:
@@ -306,88 +360,3 @@ class Cluster:
         configuration = self._link.configuration
         slots, follow = configuration.default_slots, configuration.slots_follow_gpus
         driver.request(requests.DashboardAction(by, dict(message), slots, follow))
-
-    # ---- observe ----
-
-    @property
-    def died(self) -> bool:
-        """Whether the driver has died and was not replaced. The cluster lives on until its lease has expired."""
-        return self._link.is_lost
-
-    def wait(self, world: int, timeout: float = 60.0) -> Status:
-        """Wait until `world` workers run in one world (or, with no job, are ready). WaitTimeoutError with the reason."""
-        status: Status = self._link.ask(requests.WaitForWorld(world), timeout, f"a world of {world}", cancel=True)
-        return status
-
-    def status(self) -> Status:
-        """An immutable snapshot, at any time."""
-        return self._link.status()
-
-    @property
-    def hosts(self) -> tuple[HostStatus, ...]:
-        return self.status().hosts
-
-    @property
-    def workers(self) -> tuple[WorkerStatus, ...]:
-        return self.status().workers
-
-    @property
-    def events(self) -> list[EventRecord]:
-        """The event log so far."""
-        return self.numbered_events()[0]
-
-    def numbered_events(self) -> tuple[list[EventRecord], int]:
-        """The events that are kept, and the number of all events so far."""
-        driver = self._link.latest
-        return driver.events() if driver is not None else ([], 0)
-
-    def stacks(self, timeout: float = 2.0) -> list[WorkerStack]:
-        """Where every worker is at this moment: the Python stack of its main thread, taken by another of its threads.
-
-        A worker that has not answered after `timeout` seconds has no text: its process is suspended, or C code holds the GIL.
-        """
-        stacks: list[WorkerStack] = self._link.ask(requests.ShowStacks(timeout), None, "stacks")
-        return stacks
-
-    def ask_stacks(self, done: Callable[[list[WorkerStack]], object], timeout: float = 2.0) -> None:
-        """As `stacks`, but without waiting: `done(stacks)` is called in another thread, and must not block."""
-        answer = self._link.running().request(requests.ShowStacks(timeout))
-        answer.add_done_callback(lambda future: done([] if future.exception() else future.result()))
-
-    def trace(self) -> dict[str, Any]:
-        """The event log as Chrome trace JSON: write it to a file and open that in Perfetto."""
-        from nbelastic.client.trace import trace
-
-        return trace(self.events, self.name)
-
-    @property
-    def log_dir(self) -> Path | None:
-        """The folder with the logs of the present (or last) start."""
-        driver = self._link.latest
-        return driver.log_dir if driver is not None else self._link.configuration.log_dir
-
-    @property
-    def client(self) -> Any:
-        """ipyparallel's client. It knows all ready workers that the controller has met within 10 s.
-
-        It is created on first use. ClusterStoppedError if the cluster does not run.
-        """
-        return self._engines.connected()
-
-    def subscribe(self, callback: Callable[[Status], object]) -> Callable[[], None]:
-        """Call `callback(status)` after changes, at most 4 times per second, from another thread. Returns what ends that."""
-        return self._subscriptions.add(callback)
-
-    def show_again(self) -> None:
-        """Call all subscribers soon, whether or not something has changed."""
-        self._subscriptions.notify()
-
-    def dashboard(self) -> Any:
-        """The widget, which a notebook can show."""
-        import importlib
-
-        return importlib.import_module("nbelastic.notebook.dashboard").Dashboard(self)
-
-    def __repr__(self) -> str:
-        status = self.status()
-        return f"<Cluster {self.name}: {status.phase}, {len(status.workers)} workers on {len(status.hosts)} hosts>"

@@ -139,8 +139,36 @@ class LeaveAt(Command):
     removed: tuple[int, ...] = ()
 
 
+class HaltAt(Command):
+    """Stop at this commit of the generation, and wait there. The result is `WorkerHalted`."""
+
+    generation: int
+    commit: int
+    members: tuple[WorkerId, ...]
+
+
+class RunCommitCell(Command):
+    """Run this cell on members that stand at a commit. The result is `CommitCellEnded`. `limit`: seconds.
+
+    `everywhere`: all members run it, so it may change the training state.
+    """
+
+    number: int
+    generation: int
+    workers: tuple[WorkerId, ...]
+    limit: float
+    everywhere: bool
+
+
+class InterruptCell(Command):
+    """Interrupt this cell on these workers: no client waits for it any more."""
+
+    number: int
+    workers: tuple[WorkerId, ...]
+
+
 class CancelLeave(Command):
-    """Train on: the members do not leave."""
+    """Train on: the members do not leave, nor stand still."""
 
     generation: int
     members: tuple[WorkerId, ...]

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from nbelastic.core import (
     arrivals,
     generations,
+    halts,
     losses,
     provisioning,
     script_rounds,
@@ -36,6 +37,7 @@ def deadline(cluster: ClusterState, now: float) -> float:
         cluster.suspect_since + limits.timeouts.grace if cluster.suspects else NEVER,
         generations.elastic_timeout_at(cluster),
         stage_deadlines.deadline(cluster),
+        cluster.halt.until,
         cluster.partition_check.until,
         cluster.setup_by,
         min(cluster.held_back.values(), default=NEVER),
@@ -56,7 +58,7 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         cluster = _kill_overdue_setup(cluster, now, out)
     if cluster.suspects and now >= cluster.suspect_since + limits.timeouts.grace:
         cluster = worker_events.break_unexplained(cluster, now, out)
-    cluster = stage_deadlines.act(cluster, now, out)
+    cluster = halts.act(stage_deadlines.act(cluster, now, out), now, out)
     if now >= generations.elastic_timeout_at(cluster):
         cluster = generations.fail_too_few(cluster, now, out)
     if now >= cluster.wake_at:

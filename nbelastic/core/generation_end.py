@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, provisioning
 from nbelastic.core.commands import Commands
+from nbelastic.core.halt import Halt
 from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState, with_members, with_worker, without
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol.ids import WorkerId
@@ -36,7 +37,17 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     survivors = cluster.awaiting if some_left else cluster.member_set
     out.append(cmd.Record("world-broken", why, generation=cluster.generation))
     cluster = jobs.abort_generation(cluster, why, out)
-    return replace(cluster, stage=Stage.GATHERING, awaiting=survivors, acknowledged_commits=(), broken_at=now)
+    cluster = replace(cluster, stage=Stage.GATHERING, awaiting=survivors, acknowledged_commits=(), broken_at=now)
+    return leave_halt(cluster)
+
+
+def leave_halt(cluster: ClusterState) -> ClusterState:
+    """The members do not stand still together any more. A cell that runs is over; later ones wait for the next halt."""
+    halt = cluster.halt
+    if halt == Halt():
+        return cluster
+    cells = halt.cells[1:] if halt.running or halt.ended else halt.cells
+    return replace(cluster, halt=Halt(cells, halt.paused_by))
 
 
 def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
@@ -50,11 +61,11 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
         if stage is Stage.LEAVING:  # their earlier reports are stale: they may have trained there, or used a store
             awaited = cluster.awaiting | cluster.member_set.intersection(prepared.members)
             cluster = replace(cluster, cancelled_formation=prepared, awaiting=awaited)
-    if stage is Stage.ASKED and cluster.members:
+    if stage in (Stage.ASKED, Stage.HALTED) and cluster.members:
         out.append(cmd.CancelLeave(cluster.generation, cluster.members))
-    if stage is Stage.ASKED or stage is Stage.PREPARING:
+    if stage in (Stage.ASKED, Stage.HALTED, Stage.PREPARING):
         cluster = replace(cluster, stage=Stage.RUNNING, awaiting=frozenset(), acknowledged_commits=())
-    return cluster
+    return leave_halt(cluster)
 
 
 def finish_after_success(cluster: ClusterState, job: Job, why: str, now: float, out: Commands) -> ClusterState:
@@ -83,11 +94,14 @@ def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Comman
     if w in job.succeeded or w in job.asked_to_stop or (cluster.stage is Stage.GATHERING and w not in cluster.awaiting):
         return cluster
     job = replace(job, succeeded=job.succeeded | {w})
-    cluster = with_worker(replace(cluster, job=job), replace(cluster.workers[w], state=WorkerState.SUCCEEDED))
+    cluster = with_worker(
+        replace(cluster, job=job, halt=replace(cluster.halt, cells=(), paused_by="")),
+        replace(cluster.workers[w], state=WorkerState.SUCCEEDED),
+    )
     match cluster.stage:
         case Stage.GATHERING:
             return finish_after_success(cluster, job, "the world broke", now, out)
-        case Stage.PREPARING | Stage.ASKED:
+        case Stage.PREPARING | Stage.ASKED | Stage.HALTED:
             return cancel_next(cluster, out)
         case Stage.LEAVING:
             inside = tuple(other for other in cluster.members if other in cluster.awaiting)

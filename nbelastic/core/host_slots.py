@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core.state import ClusterState, Host, Slot
+from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
 from nbelastic.protocol.ids import WorkerId
 
 
@@ -13,6 +13,13 @@ def workers_on(cluster: ClusterState, name: str) -> tuple[WorkerId, ...]:
     slots = cluster.hosts[name].slots
     ids = (WorkerId(name, index, slot.incarnation) for index, slot in enumerate(slots) if slot.busy)
     return tuple(w for w in ids if w in cluster.workers)
+
+
+def host_backoff_until(host: Host, now: float) -> float:
+    """Until when no worker may start on the host; 0.0 if one may start now."""
+    ends = [slot.backoff_until for slot in host.slots[: host.spec.slots]]
+    until = max(min(ends, default=0.0), host.retry_at if host.phase is HostPhase.LOST else 0.0)
+    return until if until > now else 0.0
 
 
 def free_slot(cluster: ClusterState, w: WorkerId, *, restarts: int = 0) -> ClusterState:

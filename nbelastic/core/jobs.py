@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle, provisioning, setup_cells
 from nbelastic.core.commands import Commands
+from nbelastic.core.halt import Halt
 from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
 from nbelastic.core.state_holders import delete_kept_state, keeper
@@ -138,6 +139,7 @@ def end(
         suspects=frozenset(),
         unexplained_breaks=NO_BREAKS,
         acknowledged_commits=(),
+        halt=Halt(),
         change_after=0.0,
         postponements=0,
         unanswered={},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import arrivals, backoff, generation_end, generations, partitions, stores
+from nbelastic.core import arrivals, backoff, generation_end, generations, halts, partitions, stores
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Missing, Reason
@@ -52,8 +52,12 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
             return _ask_to_leave(cluster, now, out)
         case Stage.ASKED if missing:
             return with_reason(cluster, Reason("asked", size - missing, size))
-        case Stage.ASKED:
+        case Stage.ASKED if not cluster.halt.asked:
             return _agree_on_commit(cluster, now, out)
+        case Stage.ASKED | Stage.HALTED:
+            decide = halts.agree if cluster.stage is Stage.ASKED else halts.progress
+            cluster = decide(cluster, now, out)
+            return _plan_change(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
         case Stage.LEAVING if missing:
             return with_reason(cluster, Reason("leaving", size - missing, size, cluster.generation))
         case Stage.LEAVING:
@@ -73,7 +77,9 @@ def _training(cluster: ClusterState, then: Reason | None = None, missing: tuple[
 
 
 def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """While a world runs: prepare a better one, if there is one and its newcomers are ready."""
+    """While a world runs: halt it, or prepare a better one, if there is one and its newcomers are ready."""
+    if halts.is_wanted(cluster) and now >= cluster.change_after:
+        return halts.ask(cluster, out)
     size, most = len(cluster.members), cluster.limits.most
     room = size - len(cluster.leaving) < most
     if not cluster.leaving and not (room and cluster.newcomers - cluster.held_back.keys()):

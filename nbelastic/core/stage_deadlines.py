@@ -20,7 +20,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
-WAITING_STAGES = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))
+WAITING_STAGES = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING, Stage.HALTED))
 QUERIES = 4  # times that awaited members are asked for their positions before the wait ends
 MOST_UNFORMED = 2  # worlds in a row that did not form; then the late workers are replaced
 MOST_DOUBLINGS = 5  # of the pause between two changes that were postponed
@@ -97,7 +97,7 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
             return _postpone_change(cluster, now, out)
         case Stage.FORMING:
             return _form_without_late(cluster, wait, now, out)
-        case Stage.LEAVING if len(cluster.awaiting) == len(cluster.members):
+        case Stage.LEAVING | Stage.HALTED if len(cluster.awaiting) == len(cluster.members):
             why = f"no member has come to the agreed commit within {now - wait.since:.0f} s"
             return generation_end.break_generation(cluster, why, now, out)
         case _:
@@ -112,7 +112,7 @@ def _patience(cluster: ClusterState) -> float:
             return timeouts.ask_for(cluster.limits.silence)
         case Stage.FORMING:
             return timeouts.form_for(size)
-        case Stage.LEAVING if len(cluster.awaiting) == size:  # they train; the step may be long
+        case Stage.LEAVING | Stage.HALTED if len(cluster.awaiting) == size:  # they train; the step may be long
             return timeouts.step
         case _:
             return timeouts.recover
@@ -145,29 +145,30 @@ def _replace_members(
 
 
 def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
-    """Replace survivors that never leave their generation, unless the training state would be lost with them.
+    """Replace members that never leave their generation, or never come to a halt, unless the state would be lost with them.
 
-    On the way to the leave point, a member that answers is not replaced yet: it may save a file without using the
+    On the way to the agreed commit, a member that answers is not replaced yet: it may save a file without using the
     processor.
     """
     timeouts = cluster.limits.timeouts
     if wait.irreplaceable:
         return _fail(cluster, wait, now, out)
-    is_leaving = wait.stage is Stage.LEAVING
-    answered = {w: at for w, (_, at) in wait.positions.items()} if is_leaving else {}
+    trains = wait.stage in (Stage.LEAVING, Stage.HALTED)
+    answered = {w: at for w, (_, at) in wait.positions.items()} if trains else {}
     active_at = {w: max(wait.worked_at.get(w, 0.0), answered.get(w, 0.0)) for w in cluster.awaiting}
     due = {w: max(wait.since, at) + timeouts.recover for w, at in active_at.items()}
-    longest = wait.since + (timeouts.step if is_leaving else timeouts.recover_working)
+    longest = wait.since + (timeouts.step if trains else timeouts.recover_working)
     late = tuple(w for w in cluster.members if w in due and now >= min(due[w], longest))
     if not late:
         return replace(cluster, wait=replace(wait, until=min(*due.values(), longest)))
+    halting = wait.stage is Stage.HALTED
+    what = f"did not {'come to the halt in' if halting else 'leave'} generation {cluster.generation}"
     if not state_lives(cluster, late):
-        why = f"{format_ids(frozenset(late))} did not leave generation {cluster.generation}, and no other worker holds the training state"
+        why = f"{format_ids(frozenset(late))} {what}, and no other worker holds the training state"
         wait = replace(wait, irreplaceable=late, why=why, until=wait.since + cluster.limits.patience)
         cluster = replace(cluster, wait=wait)
         return cluster if now < wait.until else _fail(cluster, wait, now, out)
-    what = f"did not leave generation {cluster.generation} while others waited"
-    return _replace_members(cluster, late, what, now, out)
+    return _replace_members(cluster, late, f"{what} while others waited", now, out)
 
 
 def _fail(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:

@@ -20,7 +20,7 @@ from nbelastic.core.state import ClusterState, Stage, Stall, rank_text
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
-RUNNING_STAGES = frozenset((Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING))
+RUNNING_STAGES = frozenset((Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING, Stage.HALTED))
 NAMED = 3  # stragglers in the event log
 LEFT = (1 << 62, 1 << 62)  # the progress of members that have left as agreed: they wait for all others
 
@@ -65,7 +65,7 @@ def clear(cluster: ClusterState) -> ClusterState:
 
 def _at_work(cluster: ClusterState) -> bool:
     job = cluster.active
-    return job is not None and not job.succeeded and cluster.stage in RUNNING_STAGES
+    return job is not None and not job.succeeded and cluster.stage in RUNNING_STAGES and not cluster.stands_still
 
 
 def _set_reasons(cluster: ClusterState, reasons: dict[WorkerId, str]) -> ClusterState:

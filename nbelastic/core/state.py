@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nbelastic.core.commands import FormWorld
+from nbelastic.core.halt import Halt
 from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
 from nbelastic.protocol.cluster_limits import NEVER, Limits
@@ -31,6 +32,7 @@ class Stage(StrEnum):
     PREPARING = "preparing"  # the members train; the next generation's process group is built beside the training
     ASKED = "asked"  # the members train; each was asked for its commit, to agree on the leave point
     LEAVING = "leaving"  # the members train up to the leave point
+    HALTED = "halted"  # the members train up to a commit, and wait there: see `halts`
 
 
 class WorkerState(StrEnum):
@@ -263,6 +265,8 @@ class ClusterState(Struct, frozen=True):
     change_after: float = 0.0  # no change is tried before
     unanswered: dict[WorkerId, int] = {}  # how many `AskLeave` in a row each member did not answer
 
+    halt: Halt = Halt()
+
     # failures without a lost worker
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection
     suspect_since: float = 0.0
@@ -302,12 +306,24 @@ class ClusterState(Struct, frozen=True):
 
     @property
     def phase(self) -> str:
-        """waiting, forming, running, stopping or finished, for the status."""
+        """waiting, forming, running, paused, stopping or finished, for the status."""
         if self.stopping:
             return "stopping" if self.hosts else "finished"
+        if self.stands_still and self.halt.paused_by:
+            return "paused"
         if self.stage is Stage.GATHERING:
             return "waiting"
         return "forming" if self.stage is Stage.FORMING else "running"
+
+    @property
+    def has_world(self) -> bool:
+        """Whether the members train, or have stopped at a commit."""
+        return self.phase in ("running", "paused")
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether all members have stopped at a commit, as planned."""
+        return self.stage is Stage.HALTED and not self.awaiting
 
     @property
     def size(self) -> int:
@@ -335,13 +351,6 @@ class ClusterState(Struct, frozen=True):
 def is_same(before: ClusterState, cluster: ClusterState, *, but: Collection[str] = ()) -> bool:
     """Whether all fields `but` these hold the same objects. Equal objects count as changed. O(1)"""
     return all(getattr(before, f) is getattr(cluster, f) for f in ClusterState.__struct_fields__ if f not in but)
-
-
-def host_backoff_until(host: Host, now: float) -> float:
-    """Until when no worker may start on the host; 0.0 if one may start now."""
-    ends = [slot.backoff_until for slot in host.slots[: host.spec.slots]]
-    until = max(min(ends, default=0.0), host.retry_at if host.phase is HostPhase.LOST else 0.0)
-    return until if until > now else 0.0
 
 
 def with_members(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:

@@ -13,6 +13,7 @@ from nbelastic.core import (
     backoff,
     deadlines,
     gpus,
+    halts,
     hangs,
     host_admission,
     jobs,
@@ -96,6 +97,16 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return jobs.submit(cluster, job, now, out)
         case ev.JobStopRequested(job=job, reason=reason):
             return requests.stop_job(cluster, job, reason, now, out)
+        case ev.CommitCellSubmitted():
+            return halts.submit_cell(cluster, event)
+        case ev.CommitCellCancelled(number=number):
+            return halts.cancel_cell(cluster, number, out)
+        case ev.PauseRequested(by=by):
+            return halts.pause(cluster, by, out)
+        case ev.ResumeRequested(by=by):
+            return halts.resume(cluster, by, out)
+        case ev.StepsRequested():
+            return halts.run_steps(cluster, event, out)
         case ev.StopRequested():
             return stopping.stop(cluster, event, now, out)
         case ev.StallDetected() | ev.StallResolved():
@@ -138,6 +149,10 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return worker_events.worker_ready(cluster, event, now, out)
         case ev.WorkerFormed() | ev.LeaveAcknowledged() | ev.WorkerRaised() | ev.WorkerSucceeded() | ev.StoreOffered():
             return worker_events.member_event(cluster, event, now, out)
+        case ev.WorkerHalted():
+            return worker_events.member_event(cluster, event, now, out)
+        case ev.CommitCellEnded():
+            return halts.cell_ended(cluster, event, now, out)
         case ev.WorkerPrepared():
             return reconfiguration.worker_prepared(cluster, event, now)
         case ev.PositionReported():

@@ -13,6 +13,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import (
     generation_end,
     generations,
+    halts,
     jobs,
     losses,
     partitions,
@@ -91,12 +92,16 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
             out.append(cmd.AbortWorld(last, (w,), "this generation is over"))
         case Stage.FORMING if not has_left and w in cluster.awaiting and cluster.formation:  # it did not receive this
             out.append(replace(cluster.formation, to=(w,)))
-        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if has_left:  # no message asked it to leave
+        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED | Stage.HALTED if (
+            has_left
+        ):  # no message asked it to leave
             return _suspect(cluster, w, "its program left the elastic loop without being asked", now)
     return cluster
 
 
-MemberEvent = ev.StoreOffered | ev.WorkerFormed | ev.LeaveAcknowledged | ev.WorkerRaised | ev.WorkerSucceeded
+MemberEvent = (
+    ev.StoreOffered | ev.WorkerFormed | ev.LeaveAcknowledged | ev.WorkerHalted | ev.WorkerRaised | ev.WorkerSucceeded
+)
 
 
 def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Commands) -> ClusterState:
@@ -121,6 +126,8 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
                 return cluster
             commits = (*cluster.acknowledged_commits, commit)
             return replace(without(cluster, (w,), "awaiting"), acknowledged_commits=commits)
+        case ev.WorkerHalted():
+            return halts.worker_halted(cluster, event)
         case ev.WorkerRaised(intact=intact, error=error):
             late = now - cluster.broken_at > ABORT_ARRIVES
             if cluster.stage is Stage.GATHERING and w in cluster.awaiting and late:  # it did not receive the abort

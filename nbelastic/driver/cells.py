@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
+from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, WorkerState
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.workers import Workers
@@ -14,7 +16,27 @@ from nbelastic.errors import UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.requests import CellOutput, cell_output
+from nbelastic.protocol.requests import CellOutput, CommitOutput, ExecuteAtCommit, cell_output
+
+JOB_ENDED = "the training has ended"
+UNFINISHED = "the cell did not end: a worker died, or the cell did not come to its end in time. The training goes on."
+
+
+class _AtCommit:
+    """A cell that runs at a commit, or will."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.ranks: dict[WorkerId, int] = {}  # of the workers that run it
+        self.results: dict[WorkerId, worker_messages.CellResult] = {}
+
+    def output(self, w: WorkerId) -> CommitOutput:
+        """What the cell has printed on this worker; an error if it has not ended there."""
+        result = self.results.get(w)
+        if result is None:
+            return CommitOutput(self.ranks[w], str(w), "", "", UNFINISHED)
+        traceback = result.traceback or None
+        return CommitOutput(self.ranks[w], str(w), result.stdout, result.stderr, traceback, result.displays)
 
 
 class Cells:
@@ -26,6 +48,7 @@ class Cells:
             tuple[WorkerId, int], Callable[[worker_messages.CellResult], None]
         ] = {}  # of cells without a result
         self._numbers = itertools.count(time.time_ns())  # unique among all drivers of the cluster
+        self._at_commit: dict[int, _AtCommit] = {}  # by number, while a client waits for it
         self._setup_results: dict[int, dict[WorkerId, CellOutput]] = {}  # by version, while a client waits for them
 
     def execute_on_all(self, cluster: ClusterState, source: str, results: Future[list[CellOutput]]) -> None:
@@ -45,6 +68,44 @@ class Cells:
 
             self._execute(w, source, on_result)
         self._pending.resolve(results, collect)
+
+    def execute_at_commit(self, request: ExecuteAtCommit, results: Future[list[CommitOutput]]) -> None:
+        """Run a cell at the next commit; resolve `results` when it has ended on all its ranks. If they are cancelled, so is it."""
+        number = next(self._numbers)
+        run = self._at_commit[number] = _AtCommit(request.source)
+
+        def collect(cluster: ClusterState) -> list[CommitOutput] | None:
+            if any(cell.number == number for cell in cluster.halt.cells):
+                return None
+            if not run.ranks:
+                reason = f"there is no such rank: the world has {len(cluster.members)}" if cluster.active else JOB_ENDED
+                raise UsageError(f"the cell did not run: {reason}.")
+            return [run.output(w) for w in run.ranks]
+
+        def forget(results: Future[list[CommitOutput]]) -> None:
+            self._at_commit.pop(number, None)
+            if results.cancelled():
+                self._post(ev.CommitCellCancelled(number))
+
+        results.add_done_callback(forget)
+        self._pending.resolve_after(ev.CommitCellSubmitted(number, request.ranks, request.limit), results, collect)
+
+    def run_at_commit(self, command: cmd.RunCommitCell, members: Sequence[WorkerId]) -> None:
+        """The members stand still: run this cell on those of the command, and post its ends."""
+        run = self._at_commit.get(
+            command.number, _AtCommit("")
+        )  # else no client waits for it, and its cancellation follows
+        run.ranks = {w: members.index(w) for w in command.workers}
+        cell = worker_messages.CommitCell(
+            command.generation, command.number, run.source, command.limit, command.everywhere
+        )
+        for w in command.workers:
+            self._callbacks[w, command.number] = partial(self._on_commit_cell_ended, run)
+            self._workers.send((w,), cell)
+
+    def _on_commit_cell_ended(self, run: _AtCommit, result: worker_messages.CellResult) -> None:
+        run.results[result.worker] = result
+        self._post(ev.CommitCellEnded(result.worker, result.number, result.begun, result.changed))
 
     def try_setup(self, key: str, source: str, results: Future[list[CellOutput]]) -> None:
         """Try a setup cell; resolve `results` when its trial is over. They fail with UsageError if it cannot begin."""

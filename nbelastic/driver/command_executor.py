@@ -18,7 +18,9 @@ from nbelastic.driver.workers import Workers
 from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol.rank_layout import ranges
 
-GenerationCommand = cmd.FormWorld | cmd.PrepareWorld | cmd.AskLeave | cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld
+GenerationCommand = (
+    cmd.FormWorld | cmd.PrepareWorld | cmd.AskLeave | cmd.LeaveAt | cmd.HaltAt | cmd.CancelLeave | cmd.AbortWorld
+)
 
 
 class CommandExecutor:
@@ -50,6 +52,10 @@ class CommandExecutor:
                 self._agents.execute(command, self._job_log_dir())
             case cmd.RunSetup(worker=w, version=version, source=source):
                 self._cells.run_setup(w, version, source)
+            case cmd.RunCommitCell():
+                self._cells.run_at_commit(command, self._cluster().members)
+            case cmd.InterruptCell(number=number, workers=workers):
+                send(workers, worker_messages.InterruptCell(number))
             case cmd.RunProgram(worker=w, job=job):
                 self._jobs.run_program(w, job)
             case (
@@ -57,6 +63,7 @@ class CommandExecutor:
                 | cmd.PrepareWorld()
                 | cmd.AskLeave()
                 | cmd.LeaveAt()
+                | cmd.HaltAt()
                 | cmd.CancelLeave()
                 | cmd.AbortWorld()
             ):
@@ -111,12 +118,14 @@ class CommandExecutor:
                 send(members, worker_messages.Leave(generation, ask=number))
             case cmd.LeaveAt(generation=generation, commit=commit, members=members, removed=removed):
                 send(members, worker_messages.Leave(generation, commit, removed=removed))
+            case cmd.HaltAt(generation=generation, commit=commit, members=members):
+                send(members, worker_messages.Halt(generation, commit))
             case cmd.CancelLeave(generation=generation, members=members):
                 send(members, worker_messages.Leave(generation, worker_messages.Leave.STAY))
             case cmd.AbortWorld(generation=generation, members=members, reason=reason):
                 self._event_log.note_leave(now, broken=True)
                 send(members, worker_messages.Abort(generation, reason))
-        if isinstance(command, cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld):
+        if isinstance(command, cmd.LeaveAt | cmd.HaltAt | cmd.CancelLeave | cmd.AbortWorld):
             self._open_question = None
 
     def _formation(self, command: cmd.FormWorld) -> worker_messages.Formation:

@@ -102,7 +102,7 @@ class Decisions:
             return
         now = self._clock.now()
         before = self.cluster
-        if before.phase == "running":
+        if before.has_world:
             self._event_log.note_symptom(event, now)
         self.cluster, commands = step(before, event, now)
         if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):

@@ -38,6 +38,10 @@ class StallDetector:
             self._first = (count, now)
         self._newest, self._newest_at = (generation, count), now
 
+    def excuse(self, now: float) -> None:
+        """No commit is expected at the moment: the members stand still as planned."""
+        self._newest_at, self._posted_at = now, 0.0
+
     def _usual_interval(self) -> float:
         """Seconds between commits in this generation; 0 if that is not known yet."""
         made = self._newest[1] - self._first[0]
@@ -87,7 +91,9 @@ class Liveness:
             self._record_absence()
             self._check_hosts(cluster)
             self._check_workers(cluster)
-            if cluster.phase == "running" and not self._is_a_host_silent(cluster):
+            if cluster.stands_still:
+                self.stall_detector.excuse(now)
+            elif cluster.phase == "running" and not self._is_a_host_silent(cluster):
                 event = self.stall_detector.check(cluster.generation, max(1.0, self._max_silence / 2), now)
                 if event is not None:
                     self._post(event)

@@ -170,7 +170,7 @@ class ReceivedMessages:
         telemetry.add_commit(message.commit, now)
         is_rank_0 = bool(cluster.members) and message.worker == cluster.members[0]
         if message.copies is not None and message.generation == cluster.generation:
-            if cluster.phase == "running":
+            if cluster.has_world:
                 telemetry.add_world(message.generation, cluster.members)
             telemetry.add_copies(message.worker, message.generation, message.copies, now, is_rank_0=is_rank_0)
         if is_rank_0:

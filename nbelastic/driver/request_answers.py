@@ -91,6 +91,8 @@ class RequestAnswers:
                     self._answer_after(ev.JobStopRequested(present, f"stopped by {by}"), future)
                 else:
                     future.set_result(True)
+            case r.ExecuteAtCommit() | r.Pause() | r.Resume() | r.Step():
+                self._answer_about_halts(request, future)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
                 self._answer_about_cells(request, future)
             case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.DashboardAction():
@@ -137,6 +139,24 @@ class RequestAnswers:
                     raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
                 self._answer_after(ev.SetupCleared(key), future)
 
+    def _answer_about_halts(
+        self, request: r.ExecuteAtCommit | r.Pause | r.Resume | r.Step, future: Future[Any]
+    ) -> None:
+        """Halt the present job, or let it train on. A script makes no commits that the driver knows of."""
+        cluster = self._cluster()
+        if cluster.active is None:
+            what = "a script makes no commits" if cluster.present_job else "no job is running"
+            raise UsageError(f"{what}, so there is no commit to stop at.")
+        match request:
+            case r.ExecuteAtCommit():
+                self._cells.execute_at_commit(request, future)
+            case r.Pause(by=by):
+                self._pending.resolve_after(ev.PauseRequested(by), future, _is_paused)
+            case r.Step(by=by, steps=steps):
+                self._pending.resolve_after(ev.StepsRequested(steps, by), future, _is_paused)
+            case r.Resume(by=by):
+                self._answer_after(ev.ResumeRequested(by), future)
+
     def _answer_about_changes(
         self, request: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.DashboardAction, future: Future[Any]
     ) -> None:
@@ -180,7 +200,7 @@ class RequestAnswers:
         """The status if so many ranks train or, without a job, so many workers are ready; else None."""
         if cluster.present_job:
             status = self._status()
-            return status if status.phase == "running" and status.world_size == size else None
+            return status if status.world_size == size else None
         return self._status() if ready_workers(cluster) == size else None
 
     def _submit(self, request: r.Submit | r.SubmitScript, future: Future[Any]) -> None:
@@ -200,6 +220,13 @@ class RequestAnswers:
                 run.forget_program()  # its file would take the disk space that the next try needs
             raise r.not_saved(job, self._settings.run_folder, error) from None
         self._pending.resolve(future, lambda cluster: _name_if_begun(cluster, run))
+
+
+def _is_paused(cluster: ClusterState) -> bool | None:
+    """True when all ranks stand still. UsageError if they never will."""
+    if not cluster.halt.paused_by:
+        raise UsageError("the training has ended, or was resumed, before it came to the next commit.")
+    return True if cluster.phase == "paused" else None
 
 
 def _name_if_begun(cluster: ClusterState, run: JobRun) -> str | None:

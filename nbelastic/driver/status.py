@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from nbelastic.core.host_slots import host_backoff_until
 from nbelastic.core.reasons import in_words
-from nbelastic.core.state import ClusterState, Host, host_backoff_until
+from nbelastic.core.state import ClusterState, Host
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers
@@ -61,7 +62,7 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
         phase=cluster.phase,
         reason=f"stopped: {cluster.stopping}" if cluster.phase == "finished" else in_words(cluster.reason, now),
         generation=cluster.generation,
-        world_size=len(cluster.members) if cluster.phase == "running" else 0,
+        world_size=len(cluster.members) if cluster.has_world else 0,
         min=cluster.limits.min,
         max=cluster.limits.max,
         hosts=tuple(hosts),
@@ -90,7 +91,7 @@ def _workers(
     cluster: ClusterState, telemetry: Telemetry, ranks: Mapping[WorkerId, tuple[int, int]], now: float
 ) -> tuple[WorkerStatus, ...]:
     rows = []
-    running = cluster.active is not None and cluster.phase == "running"
+    running = cluster.active is not None and cluster.has_world
     stragglers = cluster.stall.stragglers if cluster.stall is not None else {}
     for w, worker in sorted(cluster.workers.items()):
         host = cluster.hosts.get(w.host)
@@ -125,7 +126,7 @@ def _workers(
 def _copies(cluster: ClusterState, telemetry: Telemetry) -> CopiesStatus | None:
     """Copies of the present job; None if it has none."""
     whole, rows = telemetry.whole, []
-    if cluster.active is not None and cluster.phase == "running":
+    if cluster.active is not None and cluster.has_world:
         rows = [_worker_copies(w, cluster, telemetry) for w in cluster.members]
     memory = [row.memory for row in rows if row is not None and row.memory]
     if cluster.active is None or (whole is None and not memory):

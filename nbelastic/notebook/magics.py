@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import Magics, magics_class
+from IPython.core.magic import magics_class
 from IPython.display import display
 
 from nbelastic.errors import UsageError
-from nbelastic.notebook.cell_output import cell_id, short_syntax_errors, show_output
+from nbelastic.notebook.cell_output import cell_id, short_syntax_errors, show_commit_output, show_output
+from nbelastic.notebook.change_magics import ChangeMagics
 from nbelastic.notebook.magic_arguments import argument, completion, magic
 from nbelastic.notebook.script_arguments import SCRIPT_OPTIONS, script_options
 from nbelastic.notebook.stack_groups import group_equal_stacks, group_title
@@ -42,7 +43,7 @@ def attach_cluster(name: str | None) -> Cluster:
 
 
 @magics_class
-class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types here
+class ElasticMagics(ChangeMagics):
     """The magics of a notebook, with its present or last cluster and the dashboard."""
 
     def __init__(
@@ -147,20 +148,38 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
             help="with a cell: run it on later workers too; it replaces the setup cell with this KEY (default: the cell's id)",
         ),
         argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it"),
+        argument("--at-commit", action="store_true", help="with a cell: run it in the middle of the running program"),
+        argument(
+            "--rank", type=int, action="append", metavar="RANK", help="with --at-commit: only on this rank (repeatable)"
+        ),
+        argument("--limit", type=float, metavar="S", help="with --at-commit: interrupt the cell after S seconds (30)"),
     )
     def elastic(self, options: Namespace, cell: str | None) -> None:
-        """%elastic shows the dashboard; %%elastic runs its cell on every ready worker and shows what they print."""
+        """%elastic shows the dashboard; %%elastic runs its cell on every ready worker and shows what they print.
+
+        While a job trains, %%elastic --at-commit runs the cell between two steps, with the names of the program.
+        """
         cluster = self._cluster()
-        if cell is not None:
+        given = {"ranks": options.rank, "limit": options.limit}
+        at_commit = {name: value for name, value in given.items() if value is not None}
+        if at_commit and not options.at_commit:
+            raise UsageError("--rank and --limit need --at-commit.")
+        if cell is None:
+            if options.at_commit or options.setup is not None or options.timeout is not None:
+                raise UsageError("--setup, --at-commit and --timeout need a cell: write %%elastic above it.")
+            self._show_dashboard()
+        elif options.at_commit:
+            if options.setup is not None:
+                raise UsageError("a setup cell runs between jobs: leave out --setup or --at-commit.")
+            with short_syntax_errors():
+                rows = cluster.execute(cell, at_commit=True, timeout=options.timeout, **at_commit)
+            show_commit_output(rows)
+        else:
             with short_syntax_errors():
                 is_setup = options.setup is not None
                 key = (options.setup or cell_id(self.shell)) if is_setup else None
                 outputs = cluster.execute(cell, setup=is_setup, key=key, timeout=options.timeout)
             show_output(outputs)
-        elif options.setup is not None or options.timeout is not None:
-            raise UsageError("--setup and --timeout need a cell: write %%elastic above it.")
-        else:
-            self._show_dashboard()
 
     @magic(
         "line",
@@ -218,44 +237,6 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
         print(f"{path} has been written: open it at ui.perfetto.dev or chrome://tracing.")
-
-    # ---- change ----
-
-    @magic("line", argument("hosts", nargs="+", metavar="NEW", help="name, name:slots or user@name:slots"))
-    def elastic_add(self, options: Namespace) -> None:
-        """Add hosts. A running job includes them without losing a step. Returns at once."""
-        cluster = self._cluster()
-        for host in options.hosts:
-            cluster.add_host(host, by="%elastic_add")
-
-    @magic(
-        "line",
-        argument("hosts", nargs="+", metavar="HOST", help="the names of hosts"),
-        argument("--now", action="store_true", help="remove at once, without waiting for the next commit"),
-    )
-    def elastic_remove(self, options: Namespace) -> None:
-        """Remove hosts. Their workers leave at the next commit. Returns at once."""
-        cluster = self._cluster()
-        for host in options.hosts:
-            cluster.remove_host(host, now=options.now, by="%elastic_remove")
-
-    @magic(
-        "line",
-        argument("--min", type=int, metavar="N", help="least number of workers to train with"),
-        argument("--max", type=int, metavar="N", help="greatest number of workers"),
-    )
-    def elastic_scale(self, options: Namespace) -> None:
-        """Change how many workers there may be. Returns at once."""
-        if options.min is None and options.max is None:
-            raise UsageError("give --min N, --max N or both.")
-        self._cluster().scale(min=options.min, max=options.max, by="%elastic_scale")
-
-    @magic("line", argument("workers", nargs="+", metavar="WORKER", help="the workers' ids, as in localhost/0#1"))
-    def elastic_restart(self, options: Namespace) -> None:
-        """Kill workers and start others in their slots. A training goes on without a lost step. Returns at once."""
-        cluster = self._cluster()
-        for worker in options.workers:
-            cluster.restart(worker, by="%elastic_restart")
 
     # ---- run and wait ----
 
@@ -385,6 +366,10 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     def _check_variable(self, name: str | None) -> None:
         if name is not None and not name.isidentifier():
             raise UsageError(f"{name!r} is not a valid variable name.")
+
+
+for _kind, _own in ElasticMagics.magics.items():
+    _own.update(ChangeMagics.magics[_kind])  # IPython registers those of one class only
 
 
 def _kept_clusters() -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from nbelastic.errors import JobStoppedError, NoWorldError, StateError, UsageError
+from nbelastic.programs.commit_cells import CommitCells
 from nbelastic.programs.frameworks import Watch
 from nbelastic.protocol.events import WorkerSucceeded
 from nbelastic.state.checkpoint_files import reason
@@ -82,13 +83,14 @@ class _Loop:
             self._state.begin(self._session)
             self._warm_up()
             self._session.holder = self
+            self._session.commit_cells = CommitCells(self._session, self._state)
             return self._loop(call)
         except JobStoppedError:
             self._state.undo()  # in the middle of a step, buffers and counters belong to no commit
             self._write_final_checkpoint()
             raise
         finally:
-            self._session.holder = None
+            self._session.holder = self._session.commit_cells = None
             self._state.end()
 
     def _warm_up(self) -> None:

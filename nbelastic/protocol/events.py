@@ -69,6 +69,39 @@ class SetupSubmitted(Event):
     version: int
 
 
+class CommitCellSubmitted(Event):
+    """Client → core: run a cell at the next commit, on these `ranks` (empty: on all). `limit`: seconds."""
+
+    number: int
+    ranks: tuple[int, ...] = ()
+    limit: float = 30.0
+
+
+class CommitCellCancelled(Event):
+    """Driver → core: no client waits for this cell any more."""
+
+    number: int
+
+
+class PauseRequested(Event):
+    """Client → core: stop the training at its next commit, until `ResumeRequested`. `by`: which client."""
+
+    by: str = ""
+
+
+class ResumeRequested(Event):
+    """Client → core: train on. `by`: which client."""
+
+    by: str = ""
+
+
+class StepsRequested(Event):
+    """Client → core: make so many commits, and pause again. `by`: which client."""
+
+    steps: int
+    by: str = ""
+
+
 class SetupCleared(Event):
     """Client → core: later workers do not run the setup cell with this key; without a key, none of the cells."""
 
@@ -259,6 +292,23 @@ class LeaveAcknowledged(Event):
     generation: int
     commit: int
     ask: int = 0
+
+
+class WorkerHalted(Event):
+    """Worker → core: it has come to this `commit` of its generation, as agreed, and waits there."""
+
+    worker: WorkerId
+    generation: int
+    commit: int
+
+
+class CommitCellEnded(Event):
+    """Driver → core: the worker has run this cell. It has begun so many collectives, and `changed` the model's tensors."""
+
+    worker: WorkerId
+    number: int
+    begun: int = 0
+    changed: bool = False
 
 
 class WorkerRaised(Event):

@@ -71,6 +71,42 @@ class ExecuteSetup(Request):
     source: str
 
 
+class ExecuteAtCommit(Request):
+    """Run a cell at the next commit of the present job, on these ranks (empty: on all). Answer with a list of `CommitOutput`.
+
+    The cell is interrupted after `limit` seconds, and if the request is cancelled.
+    """
+
+    source: str
+    ranks: tuple[int, ...] = ()
+    limit: float = 30.0
+
+
+class CommitOutput(Struct, frozen=True):
+    """What a cell has printed and displayed on one rank at a commit. `displays`: MIME bundles with metadata, as JSON."""
+
+    rank: int
+    worker: str
+    stdout: str
+    stderr: str
+    error: str | None  # its traceback
+    displays: tuple[str, ...] = ()
+
+
+class Pause(ChangeRequest):
+    """Stop the training at its next commit, until `Resume`. Answer when all ranks stand still."""
+
+
+class Resume(ChangeRequest):
+    """Train on. Answer at once."""
+
+
+class Step(ChangeRequest):
+    """Make so many commits, and pause again. Answer when all ranks stand still."""
+
+    steps: int
+
+
 CellOutput = tuple[str, str, str, str | None]  # worker, standard output, standard error, traceback
 
 
@@ -177,6 +213,10 @@ AnyRequest = (
     | StopJob
     | Execute
     | ExecuteSetup
+    | ExecuteAtCommit
+    | Pause
+    | Resume
+    | Step
     | ClearSetup
     | AddHost
     | RemoveHost
@@ -194,13 +234,14 @@ AnyRequest = (
 # A client sends these again to the next driver if one dies before it answers: twice has the effect of once.
 REPEATABLE = (
     *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController),
-    *(AddHost, Scale, StopJob, SetDiscovery),
+    *(AddHost, Scale, StopJob, SetDiscovery, Pause, Resume),
 )
 
 ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is text or None
     WaitForWorld: Status,
     Execute: list[CellOutput],
     ExecuteSetup: list[CellOutput],
+    ExecuteAtCommit: list[CommitOutput],
     ShowStacks: list[WorkerStack],
     FindController: ControllerFound,
 }

@@ -108,7 +108,11 @@ class ProgramResult(Message):
 
 
 class CellResult(Message):
-    """Worker → driver: what cell `number` has printed, and its error, as one line and with traceback; empty without one."""
+    """Worker → driver: what cell `number` has printed, and its error, as one line and with traceback; empty without one.
+
+    `displays`: MIME bundles as JSON: what the cell has displayed, and its last value. Of a cell at a commit also: how many
+    collectives it has `begun`, and whether it has `changed` the model's tensors.
+    """
 
     worker: WorkerId
     number: int
@@ -116,6 +120,9 @@ class CellResult(Message):
     stderr: str
     error: str
     traceback: str
+    displays: tuple[str, ...] = ()
+    begun: int = 0
+    changed: bool = False
 
 
 class FetchCall(Message):
@@ -160,6 +167,25 @@ class Cell(Message):
 
     number: int
     source: str
+
+
+class CommitCell(Message):
+    """Driver → member that stands at a commit of this generation: run this cell there, for at most `limit` seconds.
+
+    `everywhere`: all members run it, so it may change the training state.
+    """
+
+    generation: int
+    number: int
+    source: str
+    limit: float
+    everywhere: bool
+
+
+class InterruptCell(Message):
+    """Driver → worker: interrupt this cell, if it runs."""
+
+    number: int
 
 
 class CallPiece(Message):
@@ -221,7 +247,7 @@ class DropGroup(Message):
 class Leave(Message):
     """Driver → member: leave this generation at `commit`.
 
-    `commit` None: report your commit with `LeaveAcknowledged`, and stop at the next one. `STAY`: do not leave. `ask`: the
+    `commit` None: report your commit with `LeaveAcknowledged`, and stop at the next one. `STAY`: do not leave, and do not stand still. `ask`: the
     number of the request, which the answer repeats. `removed`: the ranks that will not be in the next generation.
     """
 
@@ -230,6 +256,13 @@ class Leave(Message):
     commit: int | None = None
     ask: int = 0
     removed: tuple[int, ...] = ()
+
+
+class Halt(Message):
+    """Driver → member: stop at this commit of this generation, report `WorkerHalted`, and wait until `Leave.STAY`."""
+
+    generation: int
+    commit: int
 
 
 class Abort(Message):
@@ -268,6 +301,7 @@ FromWorker = (
     | ev.WorkerPrepared
     | ev.WorkerFormed
     | ev.LeaveAcknowledged
+    | ev.WorkerHalted
     | ev.WorkerRaised
     | ev.WorkerSucceeded
     | ev.WorkerHung
@@ -287,12 +321,15 @@ ToWorker = (
     NewDriver
     | Program
     | Cell
+    | CommitCell
+    | InterruptCell
     | CallPiece
     | FetchResult
     | Formation
     | Prepare
     | DropGroup
     | Leave
+    | Halt
     | Abort
     | EndHungWorker
     | LoadKeptState

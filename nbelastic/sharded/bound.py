@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import Shard, ShardTensor
-from nbelastic.sharded.chunks import OwnChunk
+from nbelastic.sharded.chunks import Layout, OwnChunk, join
 from nbelastic.sharded.parameters import chunk_of, like, local_tensor, plain_name
+from nbelastic.sharded.transfer import gather_bytes
 from nbelastic.state import optimizers
 from nbelastic.state.contents import LARGE
 from nbelastic.state.optimizers import frozen
 from nbelastic.state.tensor_snapshot import clone_tensors
 from nbelastic.state.transfer import check_plain, describe
+from nbelastic.worker.formation import Formation
+from nbelastic.worker.session import Session
 
 
 class Bound:
@@ -188,6 +192,15 @@ def bind_values(values: Mapping[str, Any], taken: Collection[str]) -> Bound:
     if not modules:
         raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
     return Bound(modules, trained_by)
+
+
+def agree_on_layout(bound: Bound, formation: Formation, session: Session, group: Any) -> Layout:
+    """Collective: the chunks of all ranks."""
+    own = msgspec.msgpack.encode(bound.own_chunks())
+    tables = session.run_abortable(lambda: gather_bytes(own, group))
+    by_rank = [msgspec.msgpack.decode(table, type=dict[str, OwnChunk]) for table in tables]
+    hosts = [host for host, count in formation.hosts for _ in range(count)]
+    return join(formation.generation, hosts, by_rank)
 
 
 def whole_but_trained(bound: Bound) -> str | None:

@@ -20,12 +20,12 @@ from nbelastic.errors import StateError, UsageError
 from nbelastic.protocol.worker_messages import Continued
 from nbelastic.sharded import kept_state
 from nbelastic.sharded.arena import Shard, ShardTensor
-from nbelastic.sharded.bound import Bound, bind_values, check_small, whole_but_trained
+from nbelastic.sharded.bound import Bound, agree_on_layout, bind_values, check_small, whole_but_trained
 from nbelastic.sharded.buddies import hand_over
 from nbelastic.sharded.checkpoint_names import Names
 from nbelastic.sharded.checkpoint_start import Start
 from nbelastic.sharded.checkpoints import Snapshot, own_commits, save
-from nbelastic.sharded.chunks import Layout, OwnChunk, join
+from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.copy_waits import CopyWaits
 from nbelastic.sharded.holdings import Holdings, Record, full_record, present_record
 from nbelastic.sharded.initial_values import allocate, set_first_values
@@ -108,7 +108,7 @@ class ShardedState(State):
         self._print(whole_but_trained(bound))
         self._contents.values.update(values)
         allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
-        layout = self._agree_on_layout(bound, formation, session)
+        layout = agree_on_layout(bound, formation, session, self._group)
         self._bound, self._layout, rank = bound, layout, formation.rank
         source, held = self._choice, self._holdings
 
@@ -311,15 +311,14 @@ class ShardedState(State):
         record = tree_map_only(torch.Tensor, torch.Tensor.cpu, record)  # the receivers have other GPUs
         return to_bytes({**record, "token": token, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)})
 
-    # ---- parts ----
+    def _cell_ended(self, *, on_all: bool, changed: bool) -> None:  # noqa: ARG002
+        """What the cell has `changed` belongs to the next commit: of this one there are copies already."""
+        self._live_commit = None if changed else self._live_commit
 
-    def _agree_on_layout(self, bound: Bound, formation: Formation, session: Session) -> Layout:
-        """Collective: the chunks of all ranks."""
-        own = msgspec.msgpack.encode(bound.own_chunks())
-        tables = session.run_abortable(lambda: gather_bytes(own, self._group))
-        by_rank = [msgspec.msgpack.decode(table, type=dict[str, OwnChunk]) for table in tables]
-        hosts = [host for host, count in formation.hosts for _ in range(count)]
-        return join(formation.generation, hosts, by_rank)
+    def _large(self) -> list[torch.Tensor]:
+        return list(self._bound.shard().values()) if self._bound is not None else []
+
+    # ---- parts ----
 
     def _unbind(self) -> None:
         if self._bound is not None:

@@ -19,7 +19,7 @@ from nbelastic.state.checks import check, only_numbers
 from nbelastic.state.commit_record import CommitRecord
 from nbelastic.state.contents import LARGE, Contents
 from nbelastic.state.step_watch import StepWatch
-from nbelastic.state.tensor_snapshot import TensorSnapshot
+from nbelastic.state.tensor_snapshot import TensorSnapshot, hashes, versions
 from nbelastic.state.transfer import (
     Channel,
     check_plain,
@@ -232,6 +232,39 @@ class State:
 
         self._accept(described, channel.device, fill)
         facts.holds_state, facts.state_since = True, formation.generation
+
+    # ---- for cells that run at a commit ----
+
+    def _mark(self, *, exact: bool) -> Any:
+        """Two marks differ if large tensors have changed between them. `exact`: also by `.data`, which takes a pass over all."""
+        tensors = self._large()
+        return versions(tensors), hashes(tensors) if exact else []
+
+    def _large(self) -> list[torch.Tensor]:
+        return [*self._contents.large(), *(tensor for _, _, tensor in self._contents.buffers())]
+
+    def _plain_values(self) -> dict[str, Any]:
+        """The values that are plain data, by name."""
+        return {name: value for name, value in self._contents.values.items() if not hasattr(value, "state_dict")}
+
+    def _restore_plain(self, values: dict[str, Any]) -> list[str]:
+        """Set the plain values to these; returns the names of those that were others."""
+        changed = [name for name, value in values.items() if self._contents.values[name] is not value]
+        self._contents.values.update(values)
+        return changed
+
+    def _cell_ended(self, *, on_all: bool, changed: bool) -> None:
+        """A cell has run on all ranks, so that the present values are those of the commit; or on some.
+
+        `changed`: it has changed large tensors. Then those of some ranks are not those of the commit any more.
+        """
+        if on_all:
+            self._steps.clear()
+            self._record_commit()
+        elif changed:
+            self._tensors.forget()
+
+    # ---- parts ----
 
     def _live(self) -> dict[str, Any]:
         """All live values, in the form in which they are sent and saved."""

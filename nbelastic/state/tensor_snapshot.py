@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 
 _version = attrgetter("_version")
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
+
 
 class Copy(NamedTuple):
     """The copy of a live tensor, whose version was `version` then; None: not known. `pinned`: it is in pinned memory."""
@@ -58,6 +60,10 @@ class TensorSnapshot:
         """Whether a watched tensor has changed since the last commit."""
         now = versions(self._watched)
         return now is None or now != self._versions
+
+    def forget(self) -> None:
+        """From now on `changed` is true, until the next commit."""
+        self._versions = None
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -144,6 +150,13 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int] | None:
         return list(map(_version, tensors))
     except RuntimeError:
         return None
+
+
+def hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A hash of each tensor's bytes, wherever it is. Empty ones are left out."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
+    found = [torch.hash_tensor(one.view(_INTEGERS.get(one.element_size(), torch.int64))) for one in flat]
+    return torch.stack(found).view(torch.int64).tolist() if found else []
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:

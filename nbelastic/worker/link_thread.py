@@ -62,6 +62,19 @@ class StateHolder(Protocol):
         """Load the state that another worker wrote there. StateError if it is not this commit, or not complete."""
 
 
+class CommitCells(Protocol):
+    """Runs cells at commits."""
+
+    def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
+        """Run the cell in the main thread."""
+
+    def accept(self) -> None:
+        """All ranks go on after the last cell: what it has changed belongs to the commit."""
+
+    def interrupt(self, number: int) -> None:
+        """In any thread: interrupt this cell, if it runs."""
+
+
 class LinkThread:
     """Each method runs in the link thread, which is the only one that sets the attributes, unless a comment says otherwise."""
 
@@ -90,7 +103,8 @@ class LinkThread:
             heartbeat=self._heartbeat,
         )
         self.hang = HangResponse(self._worker, self.link.send, self._end_hung, self._discard_kept)
-        # The main thread sets the next four.
+        # The main thread sets the next five.
+        self.commit_cells: CommitCells | None = None  # while an elastic function runs
         self.holder: StateHolder | None = None  # while an elastic function runs
         self.run: Callable[[messages.Message], object] | None = None  # takes programs and cells
         self.result_value = b""  # of the newest program, for a driver that fetches it
@@ -150,6 +164,9 @@ class LinkThread:
                 holder, folder = self.holder, kept_state_folder(self._relay, self._worker)
                 task = partial(holder.write_kept_state, folder) if keep and holder is not None else None
                 self.hang.answer(task, self._protocol.job, time.monotonic())
+            case worker_messages.InterruptCell(number=number):
+                if self.commit_cells is not None:
+                    self.commit_cells.interrupt(number)
             case worker_messages.AllowPeers(addresses=addresses):
                 self._groups.next.expect(addresses)
 

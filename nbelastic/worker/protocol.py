@@ -95,6 +95,7 @@ class Protocol:
         self.commits = 0  # in this generation
         self.total = 0  # in all generations
         self.pause_at: int | None = None  # the commit at which to wait for the leave point
+        self.halt_at: int | None = None  # the commit at which to stand still, and to report that
         self.leave_at: int | None = None  # the leave point
         self.removed: tuple[int, ...] = ()  # ranks that end after the leave point
         self._aborted = 0  # the newest generation that was aborted
@@ -130,7 +131,7 @@ class Protocol:
     def begin(self, job: str) -> None:
         """Begin a program: drop what belongs to the last one."""
         self.job, self.left, self.generation, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
-        self.pause_at = self.leave_at = None
+        self.pause_at = self.leave_at = self.halt_at = None
         self.quit = self._quit_of(job)
         self.telemetry = Telemetry()
         self.facts.is_beginning = False
@@ -153,7 +154,7 @@ class Protocol:
         """Called while the worker waits for a world: returns its formation, if `news` is one that is not over."""
         match news:
             case Formation(generation=generation) if generation > self.left and not self.is_over(generation):
-                self.commits, self.pause_at, self.leave_at = 0, None, None
+                self.commits, self.pause_at, self.leave_at, self.halt_at = 0, None, None, None
                 self.facts.last_event = None
                 return news
             case Formation(generation=generation) | worker_messages.Abort(generation=generation):
@@ -163,6 +164,11 @@ class Protocol:
     def joined(self, formation: Formation) -> None:
         """The group is formed."""
         self.formation, self.rank = formation, formation.rank
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether this worker has come to the commit at which all stop."""
+        return self.halt_at is not None and self.commits >= self.halt_at
 
     def formed(self, phases: dict[str, float]) -> ev.WorkerFormed:
         """The group is formed and this worker has the state. `phases`: name -> milliseconds."""
@@ -207,6 +213,12 @@ class Protocol:
                 return [Post(message)]
             case worker_messages.Leave():
                 return [*self._set_leave_point(message), Post(message)]
+            case worker_messages.Halt(generation=generation, commit=commit):
+                if generation == self.generation:
+                    self.pause_at = self.halt_at = commit
+                return [Post(message)]
+            case worker_messages.CommitCell():
+                return [Post(message)]
             case messages.Rehome():
                 return [Perform(message), Post(message)]
             case worker_messages.LoadKeptState():
@@ -226,7 +238,7 @@ class Protocol:
                 self.pause_at = self.commits + 1
                 return [Send(ev.LeaveAcknowledged(self.worker, message.generation, self.commits, message.ask))]
             case worker_messages.Leave.STAY:
-                self.pause_at = self.leave_at = None
+                self.pause_at = self.leave_at = self.halt_at = None
             case commit:
                 self.pause_at, self.leave_at, self.removed = None, commit, message.removed
         return []

@@ -29,7 +29,7 @@ from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import REPEAT, may_be_collective
 from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.interrupts import WorldAborted, WorldLeft
-from nbelastic.worker.link_thread import OFFER_AT, LinkThread, StateHolder
+from nbelastic.worker.link_thread import OFFER_AT, CommitCells, LinkThread, StateHolder
 from nbelastic.worker.output_buffer import OutputBuffer
 from nbelastic.worker.process_group import Offer, world_collectives
 from nbelastic.worker.warm_up import WarmUp
@@ -87,6 +87,15 @@ class Session:
     @holder.setter
     def holder(self, holder: StateHolder | None) -> None:
         self._link_thread.holder = holder
+
+    @property
+    def commit_cells(self) -> CommitCells | None:
+        """What runs cells at commits, while an elastic loop runs."""
+        return self._link_thread.commit_cells
+
+    @commit_cells.setter
+    def commit_cells(self, commit_cells: CommitCells | None) -> None:
+        self._link_thread.commit_cells = commit_cells
 
     @property
     def facts(self) -> WorkerFacts:
@@ -244,9 +253,13 @@ class Session:
 
     def _read_messages(self) -> None:
         """Read all messages; wait at a commit that this worker promised not to pass; leave at the leave point."""
-        machine = self._protocol
+        machine, announced = self._protocol, False
         while True:
             waiting = machine.pause_at is not None and machine.commits >= machine.pause_at
+            if waiting and machine.stands_still and not announced:
+                announced = True
+                self.finish_gpu_work()
+                self.link.send(ev.WorkerHalted(self.worker, machine.generation, machine.commits))
             news = self._receive(REPEAT) if waiting else self._inbox.take()
             if news is None and not waiting:
                 break
@@ -260,6 +273,7 @@ class Session:
             self._inbox.attention = machine.has_promised or not self._inbox.is_empty()
 
     def _handle(self, news: protocol.News | None) -> None:
+        cells = self.commit_cells
         match news:
             case Formation():
                 self._formation_read = news
@@ -267,6 +281,11 @@ class Session:
                 self._protocol.generation
             ):
                 raise WorldAborted
+            case worker_messages.CommitCell(generation=generation) if cells and generation == self._protocol.generation:
+                cells.accept()
+                self.link.send(cells.run(news))
+            case worker_messages.Leave(commit=worker_messages.Leave.STAY) if cells:
+                cells.accept()
 
     def check(self, where: torch.device) -> None:
         """WorldAborted if the generation is broken. Wait for the GPU first: an aborted kernel ends as if it had succeeded."""

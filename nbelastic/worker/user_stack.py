@@ -50,6 +50,11 @@ def _frames_of_program(frame: FrameType | None) -> list[FrameType]:
     return found[::-1]
 
 
+def user_frames() -> list[FrameType]:
+    """The calling thread's frames of user code, the outermost first."""
+    return [frame for frame in _frames_of_program(sys._getframe()) if _is_user_code(frame)]
+
+
 def _format_stack(frames: list[FrameType]) -> str:
     if not any(map(_is_user_code, frames)):
         return "no user code is running\n"

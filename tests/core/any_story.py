@@ -52,7 +52,7 @@ class AnyStory(RuleBasedStateMachine):
             timeouts=Timeouts(step=300.0, recover_working=120.0, sync=300.0),
         )
         self.story.addresses = dict(network)
-        self.jobs = 0
+        self.jobs = self.cells = 0
         self.story.add("n:2").add("b:1")  # not in alphabetical order: seniority is not the name
         self.let_all_answer()
 
@@ -94,6 +94,36 @@ class AnyStory(RuleBasedStateMachine):
     def stop_job(self, really):
         if not really:
             self.story.send(ev.JobStopRequested(self.story.job.name))
+
+    @rule(ranks=st.sampled_from([(), (), (0,), (1, 2)]), limit=st.sampled_from([1.0, 30.0]))
+    def submit_cell(self, ranks, limit):
+        self.cells += 1
+        self.story.send(ev.CommitCellSubmitted(self.cells, ranks, limit))
+
+    @precondition(lambda self: self.story.cluster.halt.cells)
+    @rule(data=st.data())
+    def cancel_cell(self, data):
+        cell = data.draw(st.sampled_from(self.story.cluster.halt.cells))
+        self.story.send(ev.CommitCellCancelled(cell.number))
+
+    @precondition(lambda self: self.story.cluster.halt.running)
+    @rule(data=st.data(), begun=st.sampled_from([0, 0, 1]), changed=st.booleans())
+    def end_cell(self, data, begun, changed):
+        """A cell that has begun collectives, or changed the state, on some ranks."""
+        halt = self.story.cluster.halt
+        w = data.draw(st.sampled_from(sorted(halt.running)))
+        self.story._unsay(w, ev.CommitCellEnded)
+        self.story.send(ev.CommitCellEnded(w, halt.cells[0].number, begun, changed))
+
+    @precondition(lambda self: self.story.cluster.active)
+    @rule(steps=st.integers(0, 2))
+    def pause(self, steps):
+        self.story.send(ev.StepsRequested(steps, "a test") if steps else ev.PauseRequested("a test"))
+
+    @precondition(lambda self: self.story.cluster.halt.paused_by)
+    @rule()
+    def resume(self):
+        self.story.send(ev.ResumeRequested("a test"))
 
     # ---- processes ----
 

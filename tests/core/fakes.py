@@ -149,9 +149,23 @@ class FakeCluster:
             case cmd.LeaveAt(members=members, commit=commit):
                 for w in members:
                     self._leave(w, commit)
+            case cmd.HaltAt(generation=generation, commit=commit, members=members):
+                for w in members:
+                    fake = self.fakes[w]
+                    if not fake.returned:
+                        fake.commit, fake.steps, fake.bound = fake.commit + commit - fake.steps, commit, True
+                        self._say(w, ev.WorkerHalted(w, generation, commit))
+            case cmd.RunCommitCell(number=number, workers=workers):
+                for w in workers:
+                    assert self.fakes[w].bound, f"{w} does not stand still"
+                    self._say(w, ev.CommitCellEnded(w, number))
+            case cmd.InterruptCell(number=number, workers=workers):
+                for w in workers:
+                    self._unsay(w, ev.CommitCellEnded)
+                    self._say(w, ev.CommitCellEnded(w, number))
             case cmd.CancelLeave(generation=generation, members=members):
                 for w in members:
-                    self._unsay(w, ev.WorkerReady)
+                    self._unsay(w, ev.WorkerReady, ev.WorkerHalted)
                     self._stay(self.fakes[w], generation)
             case cmd.AbortWorld(generation=generation, members=members):
                 for w in members:
@@ -256,7 +270,7 @@ class FakeCluster:
         if w in self.stuck:
             self._ask_how_to_end(w, generation)
             return
-        self._unsay(w, ev.WorkerFormed, ev.LeaveAcknowledged, ev.WorkerReady)
+        self._unsay(w, ev.WorkerFormed, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerHalted, ev.CommitCellEnded)
         fake.left, fake.generation, fake.formed, fake.bound = max(fake.left, generation), 0, False, False
         self._say_ready(w)
 

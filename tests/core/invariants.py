@@ -107,6 +107,7 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
         yield f"{len(alive)} workers live, {wanted} are wanted"
     yield from _faults_of_networks(cluster, now)
     yield from _faults_of_standing_still(cluster)
+    yield from _faults_of_halts(cluster)
     for command in commands:
         yield from _faults_of(command, before, cluster, now)
     if cluster.stage is Stage.FORMING and (cluster.formation is None or cluster.formation.members[0].host == ""):
@@ -190,6 +191,22 @@ def _faults_of_standing_still(cluster: ClusterState) -> Iterator[str]:
         yield f"{told - explained} are said to be behind, and are not"
 
 
+def _faults_of_halts(cluster: ClusterState) -> Iterator[str]:
+    halt = cluster.halt
+    if halt.running and not (cluster.stands_still and halt.cells and halt.until < NEVER):
+        yield f"a cell runs in {cluster.stage}, or without a deadline"
+    if not halt.running and (halt.until < NEVER or halt.ended):
+        yield "the deadline or the results of a cell are kept after its end"
+    if not halt.running <= cluster.member_set:
+        yield f"a cell runs on {halt.running - cluster.member_set}, which are not members"
+    if halt.asked and cluster.stage is not Stage.ASKED:
+        yield f"a halt was asked for in {cluster.stage}"
+    if cluster.stands_still and not (halt.running or halt.paused_by):
+        yield "the members stand still for nothing"
+    if cluster.active is None and (halt.cells or halt.paused_by):
+        yield "there are cells or a pause without a job"
+
+
 WORDS = (  # messages of agents and workers, and requests about jobs
     ev.AgentReady,
     ev.Probed,
@@ -206,6 +223,10 @@ WORDS = (  # messages of agents and workers, and requests about jobs
     ev.StoreOffered,
     ev.WorkerPrepared,
     ev.LeaveAcknowledged,
+    ev.WorkerHalted,
+    ev.CommitCellEnded,
+    ev.PauseRequested,
+    ev.ResumeRequested,
     ev.WorkerFormed,
     ev.WorkerSucceeded,
     ev.WorkerHung,

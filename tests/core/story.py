@@ -19,12 +19,15 @@ from nbelastic.protocol.ids import WorkerId
 from tests.core.fakes import SIGKILL, FakeCluster, wid
 from tests.core.invariants import check, check_doubled, check_stores
 
-AWAITED = (ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported)
+AWAITED = (
+    *(ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported),
+    *(ev.WorkerHalted, ev.CommitCellEnded),
+)
 IN_TIME = 1e-6
 ASKS = 20  # how often hung workers ask in one `quiet`
 
 
-LIVE = (Stage.FORMING, Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
+LIVE = (Stage.FORMING, Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING, Stage.HALTED)
 
 
 class Story(FakeCluster):
@@ -298,6 +301,9 @@ def with_stage(stage: Stage, **limits) -> Story:
     if stage in (Stage.ASKED, Stage.LEAVING):
         story.hear(ev.WorkerPrepared)
     if stage is Stage.LEAVING:
+        story.hear(ev.LeaveAcknowledged)
+    if stage is Stage.HALTED:
+        story.send(ev.CommitCellSubmitted(1))
         story.hear(ev.LeaveAcknowledged)
     assert story.cluster.stage is stage, story.reason
     return story

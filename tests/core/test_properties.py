@@ -190,6 +190,7 @@ class EveryStory(AnyStory):
             return
         story = self.story
         self.mend()
+        story.send(ev.ResumeRequested("a test"))
         for name in [name for name in story.cluster.hosts if story.cluster.hosts[name].phase is not HostPhase.DRAINING]:
             story.add(f"{name}:{story.cluster.hosts[name].spec.slots}")  # clears its failures
         for _ in range(LONG_ENOUGH):

@@ -75,7 +75,7 @@ def test_names_and_arguments_of_the_package_exist(block):
             continue
         owner = OWNERS[node.value.id]
         where = f"{node.value.id}.{node.attr}, line {node.lineno} of {block}"
-        assert node.attr in (nbe.__all__ if owner is nbe else vars(owner)), where
+        assert node.attr in (nbe.__all__ if owner is nbe else dir(owner)), where
         if node in keywords:
             takes = inspect.signature(getattr(owner, node.attr)).parameters.values()
             anything = any(each.kind is each.VAR_KEYWORD for each in takes)

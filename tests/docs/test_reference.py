@@ -32,7 +32,8 @@ def section(heading: str, mark: str = "##") -> str:
 
 
 def public(cls: type) -> list[str]:
-    return [name for name in vars(cls) if not name.startswith("_")]
+    own = {name: None for one in cls.__mro__ if one.__module__.startswith("nbelastic") for name in vars(one)}
+    return [name for name in own if not name.startswith("_")]
 
 
 def arguments(call: object) -> list[str]:

@@ -185,4 +185,4 @@ def test_setup_cells_have_keys(ip, magics, cluster, capsys, monkeypatch):
 def test_setup_needs_a_cell(ip, magics, cluster, capsys):
     """%elastic --setup is a typing error for %%elastic --setup, and the message says so."""
     shown = output_of(ip, capsys, "%elastic --setup")
-    assert shown == "UsageError: --setup and --timeout need a cell: write %%elastic above it."
+    assert shown == "UsageError: --setup, --at-commit and --timeout need a cell: write %%elastic above it."

@@ -1,0 +1,105 @@
+"""What a cluster shows: its status, events and stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nbelastic.client.driver_link import DriverLink
+from nbelastic.client.engine_client import EngineClient
+from nbelastic.client.subscriptions import Subscriptions
+from nbelastic.protocol import requests
+from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
+
+
+class ClusterView:
+    """The part of `Cluster` that changes nothing."""
+
+    name: str
+    _link: DriverLink
+    _subscriptions: Subscriptions
+    _engines: EngineClient
+
+    @property
+    def died(self) -> bool:
+        """Whether the driver has died and was not replaced. The cluster lives on until its lease has expired."""
+        return self._link.is_lost
+
+    def wait(self, world: int, timeout: float = 60.0) -> Status:
+        """Wait until `world` workers run in one world (or, with no job, are ready). WaitTimeoutError with the reason."""
+        status: Status = self._link.ask(requests.WaitForWorld(world), timeout, f"a world of {world}", cancel=True)
+        return status
+
+    def status(self) -> Status:
+        """An immutable snapshot, at any time."""
+        return self._link.status()
+
+    @property
+    def hosts(self) -> tuple[HostStatus, ...]:
+        return self.status().hosts
+
+    @property
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return self.status().workers
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """The event log so far."""
+        return self.numbered_events()[0]
+
+    def numbered_events(self) -> tuple[list[EventRecord], int]:
+        """The events that are kept, and the number of all events so far."""
+        driver = self._link.latest
+        return driver.events() if driver is not None else ([], 0)
+
+    def stacks(self, timeout: float = 2.0) -> list[WorkerStack]:
+        """Where every worker is at this moment: the Python stack of its main thread, taken by another of its threads.
+
+        A worker that has not answered after `timeout` seconds has no text: its process is suspended, or C code holds the GIL.
+        """
+        stacks: list[WorkerStack] = self._link.ask(requests.ShowStacks(timeout), None, "stacks")
+        return stacks
+
+    def ask_stacks(self, done: Callable[[list[WorkerStack]], object], timeout: float = 2.0) -> None:
+        """As `stacks`, but without waiting: `done(stacks)` is called in another thread, and must not block."""
+        answer = self._link.running().request(requests.ShowStacks(timeout))
+        answer.add_done_callback(lambda future: done([] if future.exception() else future.result()))
+
+    def trace(self) -> dict[str, Any]:
+        """The event log as Chrome trace JSON: write it to a file and open that in Perfetto."""
+        from nbelastic.client.trace import trace
+
+        return trace(self.events, self.name)
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder with the logs of the present (or last) start."""
+        driver = self._link.latest
+        return driver.log_dir if driver is not None else self._link.configuration.log_dir
+
+    @property
+    def client(self) -> Any:
+        """ipyparallel's client. It knows all ready workers that the controller has met within 10 s.
+
+        It is created on first use. ClusterStoppedError if the cluster does not run.
+        """
+        return self._engines.connected()
+
+    def subscribe(self, callback: Callable[[Status], object]) -> Callable[[], None]:
+        """Call `callback(status)` after changes, at most 4 times per second, from another thread. Returns what ends that."""
+        return self._subscriptions.add(callback)
+
+    def show_again(self) -> None:
+        """Call all subscribers soon, whether or not something has changed."""
+        self._subscriptions.notify()
+
+    def dashboard(self) -> Any:
+        """The widget, which a notebook can show."""
+        import importlib
+
+        return importlib.import_module("nbelastic.notebook.dashboard").Dashboard(self)
+
+    def __repr__(self) -> str:
+        status = self.status()
+        return f"<Cluster {self.name}: {status.phase}, {len(status.workers)} workers on {len(status.hosts)} hosts>"

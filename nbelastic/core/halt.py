@@ -1,0 +1,30 @@
+"""What a client wants to happen at a commit: cells that run there, or a pause. `halts` decides on it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from nbelastic.protocol.cluster_limits import NEVER
+from nbelastic.protocol.ids import WorkerId
+
+
+class CommitCell(Struct, frozen=True):
+    """A cell that runs at a commit. `ranks`: only on these; empty: on all. `limit`: seconds."""
+
+    number: int
+    ranks: tuple[int, ...] = ()
+    limit: float = 30.0
+
+
+class Halt(Struct, frozen=True):
+    """Of the present job."""
+
+    cells: tuple[CommitCell, ...] = ()  # that have not ended, in order; only the first one may run
+    paused_by: str = ""  # the client that has paused the training; empty: it is not paused
+    asked: bool = False  # the members were asked for their commits in order to halt, not to leave
+    commit: int = 0  # of this generation, at which the members stop
+    running: frozenset[WorkerId] = frozenset()  # members that run the first cell
+    ended: dict[
+        WorkerId, tuple[int, bool]
+    ] = {}  # members that have run it: collectives that it began, whether the state changed
+    until: float = NEVER  # when the world breaks if the cell has not ended

@@ -1,0 +1,129 @@
+"""Runs a cell in the middle of the program, at a commit at which all ranks stand still.
+
+The cell sees the names of the elastic function: its local variables, those of the functions through which it has called
+`commit()`, the values of the state, `state` and `nbe`. It draws no random number of the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import NoReturn
+
+import torch
+from IPython.core.getipython import get_ipython
+from msgspec.structs import replace
+
+from nbelastic.errors import UsageError
+from nbelastic.programs import cells
+from nbelastic.protocol import worker_messages
+from nbelastic.state import rng
+from nbelastic.state.state import State
+from nbelastic.worker.process_group import world_collectives
+from nbelastic.worker.session import Session
+from nbelastic.worker.user_stack import user_frames
+
+
+class CellTimeoutError(Exception):
+    """A cell has run for longer than its time limit."""
+
+
+class CommitCells:
+    """Of one elastic loop. All methods but `interrupt` are for the main thread."""
+
+    def __init__(self, session: Session, state: State) -> None:
+        self._session, self._state = session, state
+        self._accept: Callable[[], None] | None = None  # makes what the last cell has changed a part of the commit
+        self._running = 0  # number of the cell that runs; 0: none
+        self._end_reason = ""  # why it is interrupted
+
+    def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
+        """Run the cell. Its error ends nothing."""
+        state, exact, begun = self._state, not cell.everywhere, world_collectives()
+        random, mark, values = rng.get_states(), state._mark(exact=exact), state._plain_values()
+        with self._time_limit(cell), _no_commits(state), torch.enable_grad(), _names(state) as replaced:
+            result = cells.run_at_commit(self._session.worker, cell.number, cell.source)
+        rng.set_states(random)
+        notes = [f"{name} is a local variable of {of}, which keeps its own value" for name, of in replaced.items()]
+        changed, begun = state._mark(exact=exact) != mark, world_collectives() - begun
+        if cell.everywhere:
+            self._accept = partial(state._cell_ended, on_all=True, changed=changed)
+        else:
+            kept = state._restore_plain(values)
+            notes += [f"state.{name} was set on some ranks only, so it keeps its value" for name in kept]
+            state._cell_ended(on_all=False, changed=changed)
+            if changed:
+                notes.append("the cell has changed tensors of the state on some ranks only, so they are received again")
+        stderr = "".join([result.stderr, *(f"nbelastic: {note}.\n" for note in notes)])
+        return replace(result, stderr=stderr, begun=begun, changed=changed)
+
+    def accept(self) -> None:
+        """All ranks go on after the last cell: what it has changed belongs to the commit."""
+        accept, self._accept = self._accept, None
+        if accept is not None:
+            accept()
+
+    def interrupt(self, number: int) -> None:
+        """In any thread: interrupt this cell, if it runs."""
+        if number == self._running:
+            self._end_reason = "the client has left that waited for this cell"
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    @contextlib.contextmanager
+    def _time_limit(self, cell: worker_messages.CommitCell) -> Iterator[None]:
+        """Raise CellTimeoutError in the cell at its limit. A call that Python cannot interrupt is up to the driver."""
+
+        def end(_: int, __: FrameType | None) -> NoReturn:
+            raise CellTimeoutError(self._end_reason or f"a cell may run for {cell.limit:g} s at a commit")
+
+        before = signal.signal(signal.SIGALRM, end)
+        self._running, self._end_reason = cell.number, ""
+        try:
+            signal.setitimer(signal.ITIMER_REAL, cell.limit)
+            yield
+        finally:
+            self._running = 0
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _no_commits(state: State) -> Iterator[None]:
+    """Refuse commits of the cell: the ranks stand at one."""
+
+    def refuse() -> NoReturn:
+        raise UsageError("a cell that runs at a commit cannot commit.")
+
+    state.__dict__["commit"] = refuse
+    try:
+        yield
+    finally:
+        del state.__dict__["commit"]
+
+
+@contextlib.contextmanager
+def _names(state: State) -> Iterator[dict[str, str]]:
+    """Lend the program's names to the cell. Yields those local ones that it has replaced, and the functions they are of."""
+    shared, replaced = get_ipython().user_ns, dict[str, str]()
+    lent, owners = {"nbe": sys.modules["nbelastic"], **state._contents.values, "state": state}, dict[str, str]()
+    for frame in user_frames():
+        if frame.f_globals is not shared:
+            lent = {**{name: value for name, value in frame.f_globals.items() if name not in shared}, **lent}
+        if frame.f_locals is not frame.f_globals:
+            lent |= {name: value for name, value in frame.f_locals.items() if name.isidentifier()}
+            owners |= dict.fromkeys(frame.f_locals, frame.f_code.co_name)
+    before = {name: shared[name] for name in lent if name in shared}
+    shared.update(lent)
+    try:
+        yield replaced
+    finally:
+        for name, value in lent.items():
+            if shared.get(name) is not value and name in owners:
+                replaced[name] = f"{owners[name]}()"
+            shared.pop(name, None)
+        shared.update(before)

@@ -1,0 +1,156 @@
+"""Cells in the middle of a training, and pauses. `Training.finish` checks that no step was lost or made twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from nbelastic.errors import UsageError, WaitTimeoutError
+from tests.process import sharded_training
+from tests.process.training import Training
+from tests.support.waiting import until
+
+
+def run(training, source, **options):
+    return training.cluster.execute(source, at_commit=True, **options)
+
+
+def values(outputs):
+    """The last values of a cell by rank, as text."""
+    assert not [one.error for one in outputs if one.error], outputs
+    return [json.loads(one.displays[-1])[0]["text/plain"] for one in outputs]
+
+
+@pytest.fixture
+def breaks():
+    """How often the world breaks in a test."""
+    return 0
+
+
+@pytest.fixture
+def training(trains, breaks):
+    """Three ranks that train. At the end all steps are checked, and how often the world has broken."""
+    found = trains("localhost:3", min=1)
+    found.wait_for_world(3)
+    yield found
+    found.finish()
+    assert sum(event.kind == "world-broken" for event in found.cluster.events) == breaks
+
+
+def test_a_cell_sees_the_program_between_two_steps(training):
+    """It has the local variables, the state and the ranks of all at one commit; its output, values and displays come back."""
+    outputs = run(training, "import sys\nprint(nbe.rank()); print(loss.item() > 0, file=sys.stderr)\nstate.step")
+    assert [(one.rank, one.stdout, one.stderr) for one in outputs] == [(r, f"{r}\n", "True\n") for r in range(3)]
+    assert len({*values(outputs)}) == 1
+    shown = run(training, "from IPython.display import HTML, display\ndisplay(HTML('<b>1</b>'))\nmodel[0]", ranks=[1])
+    assert [json.loads(one)[0].get("text/html") for one in shown[0].displays] == ["<b>1</b>", None]
+    assert "Linear" in shown[0].displays[-1]
+
+
+@pytest.mark.parametrize("breaks", [1])
+def test_a_cell_that_changes_the_state_on_all_ranks_is_trained_on_with(training):
+    """A later loss does not bring the old values back: they belong to the commit."""
+    run(training, "with __import__('torch').no_grad(): model[0].weight.zero_().add_(1000.0)")
+    training.signal_worker(training.wait_for_world(3)[2])
+    training.wait_for_world(3)
+    assert all(float(value) > 900 for value in values(run(training, "model[0].weight.mean().item()")))
+
+
+@pytest.mark.parametrize("breaks", [1])
+@pytest.mark.parametrize("change", ["model[0].weight.data.zero_()", "model[0].reset_parameters()"])
+def test_a_state_that_a_cell_has_changed_on_one_rank_is_received_again(training, change):
+    """Weights never differ between ranks, and small values that are set on some ranks only keep their value."""
+    (output,) = run(training, f"{change}\nstate.step = -5", ranks=[1])
+    assert "tensors of the state on some ranks only" in output.stderr
+    assert "state.step was set on some ranks only" in output.stderr
+    until(lambda: training.cluster.status().generation == 2)
+    assert len({*values(run(training, "model[0].weight.sum().item(), state.step"))}) == 1
+
+
+def test_an_error_of_a_cell_ends_nothing(training):
+    """It is shown with its line. A local name that the cell replaces keeps its value, which is said."""
+    outputs = run(training, "loss = None\nraise ValueError('mine')")
+    assert all("----> 2 raise ValueError('mine')" in one.error for one in outputs)
+    assert all("loss is a local variable of loop()" in one.stderr for one in outputs)
+    assert all("cannot commit" in one.error for one in run(training, "state.commit()"))
+
+
+def test_a_cell_is_interrupted_at_its_limit_or_when_nobody_waits_for_it(training):
+    """The training goes on at once."""
+    outputs = run(training, "import time\nwhile True: time.sleep(60)", limit=0.2)
+    assert all("may run for 0.2 s at a commit" in one.error for one in outputs)
+    with pytest.raises(WaitTimeoutError):
+        run(training, "while True: pass", limit=1000.0, timeout=0.5)
+    assert len(values(run(training, "state.step", timeout=10.0))) == 3
+
+
+@pytest.mark.parametrize("breaks", [1])
+def test_collectives_of_a_cell_need_all_ranks(training):
+    """With all ranks they work. One that the others cannot answer costs the cell's limit, and no step."""
+    source = "import torch\nfound = torch.ones(2)\ntorch.distributed.all_reduce(found)\nfound.tolist()"
+    assert values(run(training, source)) == ["[3.0, 3.0]"] * 3
+    (output,) = run(training, source, ranks=[2], limit=0.2)
+    assert "did not end" in output.error
+    training.wait_for_world(3)
+
+
+@pytest.mark.parametrize("breaks", [1])
+def test_a_rank_that_dies_in_a_cell_ends_the_cell(training):
+    """The others' results are there, and the training recovers as from any loss."""
+    source = "import os, signal\nif nbe.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\nstate.step"
+    outputs = run(training, source)
+    assert ["did not end" in (one.error or "") for one in outputs][1]
+    training.wait_for_world(3)
+
+
+@pytest.mark.parametrize("breaks", [1])
+def test_a_pause_lasts_until_it_is_ended(training):
+    """While it lasts no step is made, cells run, and a lost rank is replaced; then N steps are made, or all."""
+    cluster = training.cluster
+    cluster.pause()
+    assert (cluster.status().phase, cluster.status().world_size) == ("paused", 3)
+    first = values(run(training, "state.step"))
+    assert values(run(training, "state.step")) == first
+    cluster.step(3)
+    assert [int(step) for step in values(run(training, "state.step"))] == [int(step) + 3 for step in first]
+    os.kill(next(w.pid for w in cluster.workers if w.rank == 2), signal.SIGKILL)
+    until(lambda: cluster.status().generation == 2 and cluster.status().phase == "paused")
+    cluster.resume()
+    cluster.scale(max=2)
+    cluster.wait(2)
+    cluster.scale(max=3)
+    training.wait_for_world(3)
+
+
+def test_without_a_job_there_is_no_commit(make):
+    """Each request says so in one line, before anything is sent to a worker."""
+    cluster = make("localhost:1")
+    for request in (cluster.pause, cluster.resume, cluster.step, lambda: cluster.execute("1", at_commit=True)):
+        with pytest.raises(UsageError, match="no job is running, so there is no commit to stop at"):
+            request()
+
+
+def test_a_rank_that_is_not_there_is_named(training):
+    """So are ranks and limits that are none."""
+    with pytest.raises(UsageError, match="there is no such rank: the world has 3"):
+        run(training, "1", ranks=[7])
+    with pytest.raises(UsageError, match="ranks=-1: ranks count from 0"):
+        run(training, "1", ranks=[-1])
+    with pytest.raises(UsageError, match="limit=0: more than 0 s"):
+        run(training, "1", limit=0)
+
+
+def test_a_sharded_state_can_be_changed_by_a_cell(make, tmp_path):
+    """The change belongs to the next commit: after a loss all ranks return to the same values."""
+    training = Training(make("localhost:3", min=1), tmp_path / "steps", sharded_training.train)
+    workers = training.wait_for_world(3)
+    run(training, "import torch\nwith torch.no_grad():\n    for p in model.parameters(): p.zero_()")
+    training.signal_worker(workers[1])
+    training.wait_for_world(3)
+    sums = "[p.full_tensor().abs().max().item() for p in model.parameters()]"
+    assert len({*values(run(training, sums))}) == 1
+    (training.folder / "finish").touch()
+    assert len({result["step"] for result in training.job.result(timeout=30)}) == 1
