@@ -96,6 +96,31 @@ def faults(
     return found
 
 
+def cells(count: int) -> dict[str, list[float]]:
+    """Run cells at commits of a world of N, steps of 20 ms: from the request to the output, and the longest step with one."""
+    found: dict[str, list[float]] = {"output": [], "longest step": [], "undisturbed": [], "lost": []}
+    spans = []
+    with training(f"localhost:{N}", programs.record_slow_steps, min=N) as (cluster, folder):
+        cluster.wait(N, timeout=30)
+        time.sleep(1)
+        for _ in range(count):
+            times = [time.time()]
+            time.sleep(0.3)
+            times.append(time.time())
+            cluster.execute("print(state.step)", at_commit=True)
+            found["output"].append(time.time() - times[-1])
+            time.sleep(0.1)
+            spans.append([*times, time.time()])
+        time.sleep(0.5)
+        steps = steps_in(folder)
+    for idle, asked, end in spans:
+        found["longest step"].append(longest_gap(steps, asked, end))
+        found["undisturbed"].append(longest_gap(steps, idle, asked))
+    numbers = sorted(step["step"] for step in steps if step["pid"] == steps[0]["pid"])
+    found["lost"].append(float(numbers[-1] - numbers[0] + 1 - len(numbers)))
+    return found
+
+
 def wait_until(true: Callable[[], bool], timeout: float = 30.0) -> None:
     end = time.monotonic() + timeout
     while not true():
@@ -233,6 +258,7 @@ def cases(part: int) -> Cases:
         "kill-nccl": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7, **CLUSTERS["nccl"]),  # the tests' double
         "stop": lambda: faults(signal.SIGSTOP, max(3, 20 // part), 0.7),
         "planned": lambda: planned(max(3, 15 // part)),
+        "cells": lambda: cells(max(5, 50 // part)),
         "memory": memory,
         "throughput": lambda: throughput(max(2, 7 // part), 5.0),
         "soak": lambda: soak(max(10, 100 // part)),

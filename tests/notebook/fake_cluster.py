@@ -117,7 +117,24 @@ class FakeCluster:
         self.job.options = options
         return self.job
 
-    def execute(self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None):
+    def execute(self, source: str, *, at_commit: bool = False, **options):
+        if not at_commit:
+            return self._execute(source, **options)
+        check_cell(source, awaits=False)
+        self.calls.append(("execute at commit", source, options))
+        self._raise()
+        return self.outputs
+
+    def pause(self, **options) -> None:
+        self.calls.append(("pause", options))
+
+    def resume(self, **options) -> None:
+        self.calls.append(("resume", options))
+
+    def step(self, steps: int = 1, **options) -> None:
+        self.calls.append(("step", steps, options))
+
+    def _execute(self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None):
         check_cell(source, awaits=True)
         self.calls.append(("execute", source, setup, key, timeout))
         if setup:

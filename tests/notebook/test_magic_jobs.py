@@ -12,6 +12,8 @@ from magic_output import output_of
 from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster import Cluster
 from nbelastic.errors import JobError, UsageError
+from nbelastic.notebook import cell_output
+from nbelastic.protocol.requests import CommitOutput
 
 
 def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
@@ -186,3 +188,66 @@ def test_setup_needs_a_cell(ip, magics, cluster, capsys):
     """%elastic --setup is a typing error for %%elastic --setup, and the message says so."""
     shown = output_of(ip, capsys, "%elastic --setup")
     assert shown == "UsageError: --setup, --at-commit and --timeout need a cell: write %%elastic above it."
+
+
+# ---- cells at a commit ----
+
+
+def row(rank, stdout="", error=None, displays=()):
+    return CommitOutput(rank, f"a/{rank}#1", stdout, "", error, displays)
+
+
+def test_a_cell_at_a_commit_shows_equal_output_and_values_of_ranks_once(ip, magics, cluster, capsys, monkeypatch):
+    """Text follows the names of the ranks; other kinds are displayed below them."""
+    text, rich = '[{"text/plain": "7"}, {}]', '[{"text/plain": "<1>", "text/html": "<b>1</b>"}, {}]'
+    displayed = []
+    monkeypatch.setattr(cell_output, "display", lambda data, **how: displayed.append((data["text/html"], how["raw"])))
+    cluster.outputs = [row(0, "same\n", displays=(text, rich)), row(1, "same\n", displays=(text,))]
+    shown = output_of(ip, capsys, "%%elastic --at-commit\nx")
+    assert shown.splitlines() == ["[all 2 ranks] same", "[rank 0] 7", "[rank 0]", "[rank 1] 7"]
+    assert displayed == [("<b>1</b>", True)]
+    cluster.outputs = [row(0, displays=(text,)), row(1, displays=(text,))]
+    assert (
+        output_of(ip, capsys, "%%elastic --at-commit --rank 0 --rank 1 --limit 5 --timeout 9\nx") == "[all 2 ranks] 7"
+    )
+    assert cluster.calls[-1] == ("execute at commit", "x\n", {"ranks": [0, 1], "limit": 5.0, "timeout": 9.0})
+
+
+def test_an_error_of_a_cell_at_a_commit_names_its_ranks(ip, magics, cluster, capsys):
+    """What the cell has printed comes first."""
+    cluster.outputs = [row(0, "before\n"), row(1, error="ValueError: mine")]
+    shown = output_of(ip, capsys, "%%elastic --at-commit\nx")
+    assert "[rank 0] before" in shown
+    assert "the cell raised on 1 of 2 ranks; rank 1 raised:" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            "%elastic --at-commit",
+            "UsageError: --setup, --at-commit and --timeout need a cell: write %%elastic above it.",
+        ),
+        ("%%elastic --rank 0\nx", "UsageError: --rank and --limit need --at-commit."),
+        (
+            "%%elastic --at-commit --setup\nx",
+            "UsageError: a setup cell runs between jobs: leave out --setup or --at-commit.",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(ip, magics, cluster, capsys, line, text):
+    """Nothing is sent."""
+    assert output_of(ip, capsys, line) == text
+    assert not any("execute" in call[0] for call in cluster.calls)
+
+
+def test_a_training_is_paused_stepped_and_resumed(ip, magics, cluster, capsys):
+    """The magics that wait print where the training stands."""
+    for line in ("%elastic_pause", "%elastic_step 5 --timeout 2"):
+        assert output_of(ip, capsys, line) == cluster.status().reason
+    assert output_of(ip, capsys, "%elastic_resume") == ""
+    assert cluster.calls[-3:] == [
+        ("pause", {"timeout": 60.0, "by": "%elastic_pause"}),
+        ("step", 5, {"timeout": 2.0, "by": "%elastic_step"}),
+        ("resume", {"by": "%elastic_resume"}),
+    ]

@@ -65,6 +65,21 @@ def test_the_question_whether_to_leave_is_answered_at_once(worker):
     assert not worker.has_promised
 
 
+def test_a_halt_binds_until_the_driver_lets_the_worker_train_on(worker):
+    """It stands still at the agreed commit and at no other; a halt of another generation has no effect."""
+    worker.receive(worker_messages.Halt(GENERATION - 1, 4))
+    assert not worker.has_promised
+    order = worker_messages.Halt(GENERATION, 5)
+    assert worker.receive(order) == [Post(order)]
+    assert (worker.pause_at, worker.has_promised, worker.stands_still) == (5, True, False)
+    commit(worker)
+    commit(worker)
+    assert worker.stands_still
+    worker.receive(worker_messages.Leave(GENERATION, worker_messages.Leave.STAY))
+    assert not worker.has_promised
+    assert not worker.stands_still
+
+
 def test_a_question_about_another_generation_is_not_answered(worker):
     """That generation was left, or has not begun."""
     assert not sent(worker.receive(worker_messages.Leave(GENERATION - 1)))
