@@ -19,11 +19,11 @@ FAKE = Path(__file__).parents[1] / "support" / "fake_nvml" / "pynvml.py"
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """`machine(uuid="GPU-a", …)` gives this machine one GPU, or changes it."""
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus.json"))
     spec = importlib.util.spec_from_file_location("pynvml", FAKE)
     fake = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fake)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus.json"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def become(**gpu):

@@ -74,7 +74,7 @@ class Bench:
         if self.kind == "cpu":
             return {"backend": "gloo", "env": env or {}}
         if self.kind == "double":
-            from tests.support.nccl_double import CLUSTERS  # it has this process import a fake NVML
+            from tests.support.nccl_double import CLUSTERS
 
             own = CLUSTERS["nccl"]
             return {**own, "preload": (*own["preload"], *preload), "env": {**own["env"], **(env or {})}}

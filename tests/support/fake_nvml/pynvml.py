@@ -1,7 +1,8 @@
 """A stand-in for NVML's Python module, for machines without a GPU.
 
-Put this folder first on `sys.path` before a cluster of this machine starts: its agents then import this module. The variable
-FAKE_NVML names a JSON file, which is read again at each call, so a test can change it while a cluster runs:
+Put this folder first on `sys.path` before a cluster of this machine starts: its agents then import this module. In a process
+without the variable FAKE_NVML it is the module that it hides, if there is one. The variable names a JSON file, which is read
+again at each call, so a test can change it while a cluster runs:
 
     {"gpus": [{"uuid": "GPU-a", "memory": [1000000000, 80000000000], "busy": 50, "pids": [4711], "ecc": 0, "pending": false,
                "throttle": 0, "lost": false, "xids": [79], "mig": ["MIG-1", "MIG-2"]}]}
@@ -13,6 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +26,20 @@ NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
 NVML_VOLATILE_ECC = 0
 
 _reported: dict[str, int] = {}  # how many Xids of each GPU were read
+
+
+def _be_the_hidden_one() -> None:
+    """Replace this module by the one of its name that other folders of `sys.path` have."""
+    here = os.path.dirname(__file__)
+    spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if folder != here])
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
+    sys.modules[__name__] = module_from_spec(spec)  # what `import` returns
+    spec.loader.exec_module(sys.modules[__name__])
+
+
+if "FAKE_NVML" not in os.environ:
+    _be_the_hidden_one()
 
 
 class NVMLError(Exception):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
-sys.path.insert(0, str(FAKE_NVML))  # of agents too: they import this NVML. Without the variable below it finds no GPU
+sys.path.insert(0, str(FAKE_NVML))  # agents get this path. Only those with the variable below import the fake
 
 # What a cluster is made with, by the back end.
 CLUSTERS: dict[str, dict[str, Any]] = {
