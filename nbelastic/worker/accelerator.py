@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -141,7 +141,7 @@ class Communicators:
         self._accelerator = accelerator
         self._prepared: Any = None  # for the default group
         self._made: list[Any] = []
-        self._aborts: dict[int, threading.Thread] = {}  # by the communicator's id
+        self._aborts: dict[int, Future[None]] = {}  # by the communicator's id
 
     @property
     def backend(self) -> str:
@@ -173,21 +173,22 @@ class Communicators:
     def abort(self) -> None:
         """Abort each in a thread of its own: an abort may wait for another communicator's. To be repeated."""
         for communicator in [*self._made]:
-            thread = threading.Thread(target=self._abort, args=(communicator,), name="nbelastic-abort", daemon=True)
-            if self._aborts.setdefault(id(communicator), thread) is thread:
-                thread.start()
+            done: Future[None] = Future()
+            if self._aborts.setdefault(id(communicator), done) is done:
+                arguments = (communicator, done)
+                threading.Thread(target=self._abort, args=arguments, name="nbelastic-abort", daemon=True).start()
 
-    def _abort(self, communicator: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # it was never connected, or the device has failed
-            self._accelerator.abort(communicator)
+    def _abort(self, communicator: Any, done: Future[None]) -> None:
+        try:
+            with contextlib.suppress(RuntimeError):  # it was never connected, or the device has failed
+                self._accelerator.abort(communicator)
+        finally:
+            done.set_result(None)
 
     def end(self, timeout: float) -> bool:
         """Abort all. Returns whether that was done after `timeout` seconds."""
         self.abort()
-        until = time.monotonic() + timeout
-        for thread in [*self._aborts.values()]:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in [*self._aborts.values()])
+        return not wait([*self._aborts.values()], timeout).not_done
 
     def error(self) -> str:
         """The first error that one of them has, or an empty string."""

@@ -9,6 +9,7 @@ from nbelastic.worker.accelerator import Communicators
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import TIMEOUT, Group, Offer
+from nbelastic.worker.threads import run_in_thread
 from tests.support.waiting import until
 from tests.worker.forming import formation, works
 
@@ -92,6 +93,27 @@ def test_an_abort_reaches_each_communicator_once_and_in_a_thread_of_its_own(devi
     assert threads == {"nbelastic-abort"}
     group.leave()
     assert sorted(device.aborted) == [[1], [2], [3]]
+
+
+def test_a_group_is_left_while_another_thread_begins_its_abort(device, monkeypatch):
+    """The main thread leaves in the moment in which the link thread aborts: it waits for that abort, and torch has no group."""
+    group = formed(device)
+    start, starting, may_start = threading.Thread.start, threading.Event(), threading.Event()
+
+    def start_late(thread):
+        if thread.name == "nbelastic-abort":
+            starting.set()
+            may_start.wait(10)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    aborting = run_in_thread(group.abort)
+    starting.wait()
+    threading.Timer(0.1, may_start.set).start()
+    group.leave()
+    assert device.aborted == [[1]]
+    assert not dist.is_initialized()
+    aborting.result(10)
 
 
 def test_an_abort_ends_a_communicator_that_connects(device):
