@@ -1,4 +1,4 @@
-"""Communicators of NCCL, as its double shows them: they are freed, and an error that nobody raises ends their world."""
+"""Communicators of NCCL, as its double shows them: they are freed, and an error that no rank raises ends its world."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.parametrize("backend", ["nccl"], indirect=True)
 def test_communicators_are_freed(trains):
     """After planned changes and losses, a survivor has the communicators of its world alone.
 
-    Those of the last world live until the second commit after a planned change, and those of a prepared one exist already.
+    Meanwhile it has those of the last world too, until the second commit after a planned change, and those of the next one.
     """
     training = trains("localhost:2", communicators.train_and_count, min=1)
     eldest = training.wait_for_world(2)[0].pid
