@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tests.support.nccl_double.mesh import Aborted, Mesh, PeerLost
 
 WATCHDOG_PERIOD = 0.1  # seconds
-ABORT_TIME = 0.05  # seconds that an abort takes
+ABORT_TIME = float(os.environ.get("NCCL_DOUBLE_ABORT_TIME", "0.05"))  # seconds that an abort takes
+NOISE = 4096  # bytes of garbage, repeated
 DIE, CLEAN_UP = (1, 3), (2,)  # values of TORCH_NCCL_ASYNC_ERROR_HANDLING: end the process, or only abort
 
 Task = Callable[[Mesh], Sequence[torch.Tensor]]  # returns the values of a work's outputs
@@ -75,7 +76,7 @@ class Communicator:
         self._can_abort = not blocking  # torch knows a communicator only when it is connected, if that blocks
         self._is_connected = False
         self._mutex = threading.Lock()  # for new works, and for the watchdog
-        self._aborting = threading.Lock()
+        self._aborting, self._adding = threading.Lock(), threading.Lock()
         self._aborted, self._freed = threading.Event(), threading.Event()
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._running: Work | None = None
@@ -108,10 +109,10 @@ class Communicator:
         """Begin a work; first connect, if it is the first one. DistBackendError if this communicator was aborted."""
         if not self._is_connected:
             self.connect()
-        if self._aborted.is_set() or self._freed.is_set():
-            raise dist.DistBackendError("NCCL communicator was aborted")
         work = Work(task, outputs, timeout or self._timeout)
-        with self._mutex:
+        with self._mutex, self._adding:
+            if self._aborted.is_set() or self._freed.is_set():
+                raise dist.DistBackendError("NCCL communicator was aborted")
             self.begun += 1
             self._last = work
             self._works.put(work)
@@ -123,15 +124,16 @@ class Communicator:
             self._last.wait()
 
     def abort(self) -> None:
-        """End all works, and free this communicator. It does nothing while this connects in blocking mode."""
+        """End all works at once, then free this communicator, which takes time. Nothing while this connects in blocking mode."""
         if not self._can_abort or self._freed.is_set():
             return
         with self._aborting:
             if not self._aborted.is_set():
-                sleep(ABORT_TIME)
-                self._aborted.set()
+                with self._adding:
+                    self._aborted.set()
+                    self._works.put(None)
                 self._mesh.abort()
-                self._works.put(None)
+                sleep(ABORT_TIME)
         self._free()
 
     def shutdown(self) -> None:
@@ -179,9 +181,8 @@ class Communicator:
         flat = output.reshape(-1) if output.is_contiguous() else output[:0].reshape(-1)
         count = self._chance.choice((0, flat.numel(), self._chance.randint(0, flat.numel())))
         data = flat[:count].view(torch.uint8)
-        data.copy_(
-            torch.frombuffer(bytearray(self._chance.randbytes(len(data)) or b"0"), dtype=torch.uint8)[: len(data)]
-        )
+        noise = torch.frombuffer(bytearray(self._chance.randbytes(NOISE)), dtype=torch.uint8)
+        data.copy_(noise.repeat(len(data) // NOISE + 1)[: len(data)])
 
     def _watch(self) -> None:
         while not self._freed.wait(WATCHDOG_PERIOD):
