@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -169,8 +168,6 @@ class _Loop:
                 raise error
             again = True
             self._state.generation_ended(aborted=outcome == "aborted")
-            if self._session.groups.uses_gpu:
-                gc.collect()  # DDP is part of a cycle, and holds as much GPU memory as the gradients
 
     def _run_generation(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
         """Call the function in one generation. Keep no exception of it: a traceback would keep the old group alive."""

@@ -134,7 +134,7 @@ def accelerator_for(backend: str) -> Accelerator | None:
 class Communicators:
     """The communicators of one generation: of torch's default group, and of the groups that the program makes.
 
-    `abort`, `end` and `error` may be called in any thread.
+    `abort`, `wait` and `error` may be called in any thread.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -185,9 +185,8 @@ class Communicators:
         finally:
             done.set_result(None)
 
-    def end(self, timeout: float) -> bool:
-        """Abort all. Returns whether that was done after `timeout` seconds."""
-        self.abort()
+    def wait(self, timeout: float) -> bool:
+        """Wait for the aborts that have begun; returns whether they have ended after `timeout` seconds."""
         return not wait([*self._aborts.values()], timeout).not_done
 
     def error(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -32,14 +33,14 @@ class Groups:
         self.present: Group | None = None
         self.next = NextGeneration(address)
         self.accelerator: Accelerator | None = None  # of this job's groups, beside gloo
-        self._last: Communicators | None = None  # of the last generation, which other ranks may still need
+        self._last: Communicators | None = None  # of the last generation; other ranks may still need them
         self._is_over = is_over
         self._closing: Group | None = None
         self._closing_since = 0.0
 
     def open(self, generation: int) -> None:
         """Take the group that was prepared for this generation, or a new one. From here on an abort reaches it."""
-        self.present = self.next.take(generation) or Group(generation, self.accelerator)
+        self.present = self.next.take(generation) or Group(generation, self.accelerator, self._last)
 
     def form(self, formation: Formation, offer: Offer) -> None:
         """Collective. Raises what torch raises, or WorldAborted."""
@@ -85,13 +86,14 @@ class Groups:
             self._closing_since = time.monotonic()
             self.end_last()
             self._last = self._closing.leave(others_may_wait=not self._is_over(self._closing.generation))
+            if self.uses_gpu:
+                gc.collect()  # DDP is part of a cycle, and holds as much GPU memory as the gradients
         self._closing = None
 
     def end_last(self) -> None:
         """All ranks have left the last generation: end its communicators, beside the training."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.abort()
+        if self._last is not None:
+            self._last.abort()
 
     @property
     def uses_gpu(self) -> bool:

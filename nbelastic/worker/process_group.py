@@ -85,9 +85,12 @@ class Group:
     `abort` and `is_intact` may be called in any thread, `form` and `leave` only in the main thread.
     """
 
-    def __init__(self, generation: int, accelerator: Accelerator | None = None) -> None:
-        """`accelerator`: whose communicators the groups have beside gloo's; None: gloo alone."""
+    def __init__(
+        self, generation: int, accelerator: Accelerator | None = None, last: Communicators | None = None
+    ) -> None:
+        """`accelerator`: whose communicators the groups have beside gloo's; None: gloo alone. `last`: the last world's."""
         self.generation = generation
+        self._last = last  # if they are being aborted, that must end before new ones connect
         self._communicators = None if accelerator is None else Communicators(accelerator)
         self._connections: Connections | None = None  # an abort shuts these down
         self._default: dict[str, int] | None = None  # the connections of the default group when it was complete
@@ -113,6 +116,8 @@ class Group:
         store = self._open_store(formation, offer)
         prepared = self._make_first(PrefixStore("prepared", store), formation.rank, formation.world_size)
         if self._communicators is not None:
+            if self._last is not None and not self._last.wait(COMMUNICATOR_ABORT_TIMEOUT):
+                os._exit(HUNG)  # no operation on this GPU will end in this process
             where = PrefixStore("communicator", store)
             self._communicators.prepare(where, formation.rank, formation.world_size, TIMEOUT)
         if self._is_abandoned:
@@ -263,16 +268,16 @@ class Group:
 
     def abort(self) -> None:
         """Make every rank that blocks in this group raise. To be repeated until it is left: it may still be forming."""
-        connections = self._connections
+        connections, communicators = self._connections, self._communicators
         if connections is None:
             return
+        if communicators is not None:  # first, as it frees the main thread, and listing the connections takes time
+            communicators.abort()
         targets = connections.now()
         if self._connections is not connections:  # left meanwhile: the targets may belong to the next generation
             return
         for inode, fd in targets.items():
             shut_down(fd, inode)
-        if self._communicators is not None:
-            self._communicators.abort()
 
     @property
     def error(self) -> str:
@@ -302,16 +307,14 @@ class Group:
     def leave(self, *, others_may_wait: bool = False) -> Communicators | None:
         """Close it. The connections first: two ranks that leave by themselves could wait for each other.
 
-        With `others_may_wait`, another rank may not have received the last data that NCCL sends for this one. Then this
-        returns the communicators, for the caller to end them later.
+        Returns NCCL's communicators. With `others_may_wait`, another rank may not have received the last data that NCCL sends
+        for this one: then the caller aborts them later. Else their abort has begun.
         """
         self._is_abandoned = True  # a thread that still builds it stops
-        communicators, kept = self._communicators, None
-        if others_may_wait and communicators is not None:
-            self._communicators, kept = None, communicators
+        communicators = self._communicators
+        if others_may_wait:
+            self._communicators = None
         self.abort()
-        if self._communicators is not None and not self._communicators.end(COMMUNICATOR_ABORT_TIMEOUT):
-            os._exit(HUNG)  # no operation on this GPU will end in this process
         dist.distributed_c10d.ProcessGroupGloo = GLOO
         _kept.append([*dist.distributed_c10d._world.pg_map, *self._side, self._store, self._offer])
         if dist.is_initialized():
@@ -324,7 +327,7 @@ class Group:
         self._own, self._side = [], []
         if len(_kept) > MAX_KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
-        return kept
+        return communicators
 
 
 def _forget_groups() -> None:

@@ -174,11 +174,15 @@ class Session:
             self.leave_group()  # first: an abort shuts down every connection that is opened while a group forms
         self._protocol.leave()
         offer = offers.take_offer()
+        news, sent = None, None
         while True:
             if self._protocol.quit is not None:
                 raise JobStoppedError(self._protocol.quit.reason)
             commit, clean = holder.position
-            self.link.send(self._protocol.ready(commit, clean=clean, store=offer.endpoint))
+            ready = self._protocol.ready(commit, clean=clean, store=offer.endpoint)
+            if ready != sent or news is None:
+                self.link.send(ready)
+                sent = ready
             self.leave_group()  # while the message is on its way
             read, self._formation_read = self._formation_read, None
             news = read or self._receive(REPEAT)

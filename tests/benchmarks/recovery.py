@@ -47,6 +47,12 @@ def training(
         job.wait(timeout=20)
 
 
+def on_double(abort: float) -> dict[str, Any]:
+    """The options of a cluster on the tests' double of NCCL, whose aborts take this many seconds."""
+    options = CLUSTERS["nccl"]
+    return {**options, "env": {**options["env"], "NCCL_DOUBLE_ABORT_TIME": str(abort)}}
+
+
 def start_once() -> float:
     """Return the seconds from start() in a fresh process to the first completed step."""
     code = (
@@ -255,7 +261,8 @@ def cases(part: int) -> Cases:
     return {
         "start": lambda: {"first step": [start_once() for _ in range(max(2, 7 // part))]},
         "kill": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7),
-        "kill-nccl": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7, **CLUSTERS["nccl"]),  # the tests' double
+        "kill-nccl": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7, **on_double(abort=0.05)),
+        "kill-nccl-1ms": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7, **on_double(abort=0.001)),
         "stop": lambda: faults(signal.SIGSTOP, max(3, 20 // part), 0.7),
         "planned": lambda: planned(max(3, 15 // part)),
         "cells": lambda: cells(max(5, 50 // part)),

@@ -1,6 +1,7 @@
 """The communicators of a device, beside gloo's groups: made in the preparing thread, aborted in their own, kept, ended."""
 
 import threading
+from concurrent.futures import wait
 
 import pytest
 import torch.distributed as dist
@@ -96,7 +97,7 @@ def test_an_abort_reaches_each_communicator_once_and_in_a_thread_of_its_own(devi
 
 
 def test_a_group_is_left_while_another_thread_begins_its_abort(device, monkeypatch):
-    """The main thread leaves in the moment in which the link thread aborts: it waits for that abort, and torch has no group."""
+    """The main thread leaves in the moment in which the link thread aborts: torch has no group, and the abort is waited for."""
     group = formed(device)
     start, starting, may_start = threading.Thread.start, threading.Event(), threading.Event()
 
@@ -109,10 +110,12 @@ def test_a_group_is_left_while_another_thread_begins_its_abort(device, monkeypat
     monkeypatch.setattr(threading.Thread, "start", start_late)
     aborting = run_in_thread(group.abort)
     starting.wait()
-    threading.Timer(0.1, may_start.set).start()
-    group.leave()
-    assert device.aborted == [[1]]
+    communicators = group.leave()
     assert not dist.is_initialized()
+    assert not communicators.wait(0.05)
+    may_start.set()
+    assert communicators.wait(10)
+    assert device.aborted == [[1]]
     aborting.result(10)
 
 
@@ -157,6 +160,23 @@ def test_the_last_communicators_live_until_all_ranks_have_left(device):
     assert sorted(device.aborted) == [[1], [2], [3]]
 
 
+def test_new_communicators_connect_when_the_last_ones_are_aborted(device):
+    """A world broke: gloo's group of the next one is made beside NCCL's abort, and its communicator after that."""
+    groups, may_end, offer = Groups("127.0.0.1", lambda _: True), threading.Event(), Offer("127.0.0.1")
+    groups.accelerator, groups.present = device, formed(device)
+    device.abort = lambda _: may_end.wait()
+    groups.close()
+    groups.open(2)
+    building = groups.next.run(lambda: groups.present.prepare(formation(2, 1, offer), offer))
+    until(lambda: groups.present._listeners)
+    assert not wait((building,), 0.1).done
+    assert [call for call, _ in device.calls].count("create") == 1
+    may_end.set()
+    building.result(10)
+    assert [call for call, _ in device.calls].count("create") == 2
+    groups.close()
+
+
 def test_an_error_that_no_call_raises_is_seen(device):
     """A collective failed on the device: the group is not intact, although all connections exist."""
     group = formed(device)
@@ -172,6 +192,7 @@ def test_an_abort_that_does_not_end_is_reported():
     device.abort = lambda _: stuck.wait()
     communicators = Communicators(device)
     communicators.prepare(None, 0, 1, TIMEOUT)
-    assert not communicators.end(0.05)
+    communicators.abort()
+    assert not communicators.wait(0.05)
     stuck.set()
-    assert communicators.end(20.0)
+    assert communicators.wait(20.0)
