@@ -118,12 +118,12 @@ class Group:
         if self._communicators is not None:
             if self._last is not None and not self._last.wait(COMMUNICATOR_ABORT_TIMEOUT):
                 os._exit(HUNG)  # no operation on this GPU will end in this process
+            self._refuse_if_abandoned()
             where = PrefixStore("communicator", store)
             self._communicators.prepare(where, formation.rank, formation.world_size, TIMEOUT)
-        if self._is_abandoned:
-            if self._communicators is not None:
-                self._communicators.abort()
-            raise ValueError("this group was abandoned")
+        if self._is_abandoned and self._communicators is not None:
+            self._communicators.abort()
+        self._refuse_if_abandoned()
         self._prepared = prepared
         self._default = self._complete()
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects at the first use
@@ -228,8 +228,7 @@ class Group:
             self._offer = offer
             connections.ports = frozenset({port})
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-        if self._is_abandoned:
-            raise ValueError("this group was abandoned")
+        self._refuse_if_abandoned()
         self._store = PrefixStore(f"generation/{formation.generation}", client)
         return self._store
 
@@ -253,6 +252,10 @@ class Group:
         if self._prepared is not None:  # torch's default group has no part of gloo
             self._side.append(self._prepared)
             self._prepared = None
+
+    def _refuse_if_abandoned(self) -> None:
+        if self._is_abandoned:
+            raise ValueError("this group was abandoned")
 
     def abandon(self) -> None:
         """The thread that prepares it may hang: abort it once, and shut down none of its later connections."""
