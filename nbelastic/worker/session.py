@@ -180,7 +180,7 @@ class Session:
                 raise JobStoppedError(self._protocol.quit.reason)
             commit, clean = holder.position
             ready = self._protocol.ready(commit, clean=clean, store=offer.endpoint)
-            if ready != sent or news is None:
+            if ready != sent or not isinstance(news, worker_messages.Abort):  # of the world that it has left already
                 self.link.send(ready)
                 sent = ready
             self.leave_group()  # while the message is on its way

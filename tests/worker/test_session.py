@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from nbelastic.worker.output_buffer import MAX_TEXT
 from nbelastic.worker.process_group import Group
 from nbelastic.worker.protocol import EndProcess
 from nbelastic.worker.session import Session
+from nbelastic.worker.threads import run_in_thread
 
 GENERATION = 7
 
@@ -56,6 +58,16 @@ def test_a_question_is_answered_from_within_a_step(session):
     session._link_thread.receive(worker_messages.Leave(GENERATION, 5))
     thread.join(20)
     assert (passed.is_set(), session._protocol.commits) == (True, 5)
+
+
+def test_a_worker_reports_once_that_it_has_left_a_broken_world(session):
+    """It has not read the abort of that world, as NCCL raises nothing: that makes it report nothing again."""
+    session._link_thread.receive(worker_messages.Abort(GENERATION, "a worker was lost"))
+    gathering = run_in_thread(lambda: session.gather(SimpleNamespace(position=(4, True))))
+    formation = worker_messages.Formation(GENERATION + 1, (("a", (0,)),), "127.0.0.1:1", 0, ())
+    session._link_thread.receive(formation)
+    assert gathering.result(10)[0].generation == GENERATION + 1
+    assert [type(one) for one in sent(session)] == [ev.WorkerReady]
 
 
 def test_a_cancelled_change_stops_no_rank(session):
