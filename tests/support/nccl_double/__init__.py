@@ -10,6 +10,7 @@ It is faithful in these points:
 
 - works run in order in a thread that stands for the group's stream; `wait` never raises;
 - a lost peer makes a work hang, until an abort ends it: its outputs then have garbage, and no error is raised;
+- an abort ends all works at once, and then takes some time to free the communicator;
 - the watchdog records an error, holds the lock that new works need, and may end the process;
 - no abort reaches a group that connects in blocking mode, and an abort of a group does not reach those made from it;
 - two ranks of a group that use the same GPU of a machine are refused.
