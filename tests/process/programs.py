@@ -200,6 +200,8 @@ def count(folder: str) -> int:
         while not any_rank_finds(folder, "finish"):
             one = torch.ones(1)
             dist.all_reduce(one)
+            if one.item() != nbe.size():  # NCCL raises nothing after an abort
+                raise RuntimeError(f"the sum of {nbe.size()} ones is {one.item()}")
             state.total += 1
             state.history = [*state.history[-9:], int(one.item())]
             log(step=state.total, generation=generation(), world=nbe.size(), rank=nbe.rank(), sum=str(state.history))
