@@ -31,6 +31,7 @@ ABORT_ARRIVES = 1.0  # seconds; after them a report from the broken generation m
 ASSERT = "device-side assert"  # in CUDA's error, after which a process cannot use its GPU
 # In errors of torch. A newcomer may find memory on its GPU that an ended worker has held for a moment longer.
 NO_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
+MAX_ERROR = 200  # characters of an error in the text of a break
 MOST_UNEXPLAINED = 3  # breaks in a row at one commit without a lost worker; then the job fails with the program's error
 
 
@@ -156,7 +157,7 @@ def break_unexplained(cluster: ClusterState, now: float, out: Commands) -> Clust
     if count >= MOST_UNEXPLAINED and not cluster.partition_check.pairs:  # the probes may still blame the network
         why = f"{rank_text(cluster, culprit)} raised {cluster.suspect_error} ({count} times in a row, and no lost worker explains it)"
         return jobs.end(cluster, "failed", why, now, out, culprit=culprit)
-    why = f"connections of {format_ids(cluster.suspects)} broke though every worker lives"
+    why = f"connections of {format_ids(cluster.suspects)} broke though every worker lives: {cluster.suspect_error[:MAX_ERROR]}"
     cluster = partitions.begin(cluster, now, out)
     return generation_end.break_generation(replace(cluster, unexplained_breaks=(count, commit)), why, now, out)
 

@@ -28,7 +28,9 @@ def test_lost_connections_without_a_death_break_the_world():
     story = Story("a:3", min=2).run()
     story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
     assert (story.cluster.generation, story.cluster.stage, len(story.names)) == (2, Stage.RUNNING, 3)
-    assert story.records("world-broken") == ["connections of a/1#1 broke though every worker lives"]
+    assert story.records("world-broken") == [
+        "connections of a/1#1 broke though every worker lives: RuntimeError: Connection closed"
+    ]
 
 
 def test_connections_that_break_again_and_again_are_the_programs_fault():

@@ -48,7 +48,7 @@ def test_a_lost_connection_that_no_rank_raises_ends_the_world(trains):
         return [event.text for event in training.cluster.events if event.kind == kind]
 
     (text,) = until(lambda: texts("world-broken"), what="the world to end")
-    assert "broke though every worker lives" in text
+    assert "broke though every worker lives: remote error" in text
     assert [member.pid for member in training.wait_for_world(3)] == pids
     assert not texts("worker-lost")
     assert len(training.finish()) == 3
