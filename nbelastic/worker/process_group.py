@@ -321,8 +321,10 @@ class Group:
         dist.distributed_c10d.ProcessGroupGloo = GLOO
         _kept.append([*dist.distributed_c10d._world.pg_map, *self._side, self._store, self._offer])
         if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # an aborted group has no connection to shut down
-                _forget_groups() if communicators is not None else dist.destroy_process_group()
+            if communicators is None:
+                with contextlib.suppress(RuntimeError):  # an aborted group has no connection to shut down
+                    dist.destroy_process_group()
+            _forget_groups()  # else torch would refuse the next generation's default group
         if communicators is not None:
             communicators.release()
         self._store = self._offer = self.subgroups = self._gloo = None

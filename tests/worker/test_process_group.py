@@ -36,6 +36,19 @@ def test_a_failed_forming_leaves_no_trace_in_the_next():
     assert not dist.is_initialized()
 
 
+def test_a_group_that_cannot_be_shut_down_is_forgotten(monkeypatch):
+    """Torch raises while it shuts down an aborted group: the next generation's group can be formed all the same."""
+
+    def broken(_):
+        raise RuntimeError("connection closed")
+
+    group = form(1, 1)
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", broken)
+    group.leave()
+    assert not dist.is_initialized()
+    form(2, 1).leave()
+
+
 def test_a_peer_that_never_connects_costs_a_thread_only():
     """The other rank has published its address and is lost. Gloo cannot be woken: its thread is abandoned."""
 
