@@ -79,7 +79,7 @@ def test_a_synchronisation_waits_for_all_works(form):
     group.broadcast([torch.ones(1)], dist.BroadcastOptions())
     group.barrier()
     waiting = run_in_thread(Double().synchronize)
-    other.broadcast([torch.ones(1)], dist.BroadcastOptions())
+    other.broadcast([torch.ones(1)], dist.BroadcastOptions()).wait()
     assert not waiting.done()
     group.abort()
     waiting.result(10)
