@@ -150,7 +150,7 @@ NCCL_ENVIRONMENT = {
 NCCL_DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # NVLink SHARP leaks memory with each communicator
     "NCCL_RAS_ENABLE": "0",  # it opens connections of its own, and a port without a key
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # seconds in which a communicator is made
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "20",  # seconds in which a communicator connects: an abort has to wait for that
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a module that calls `torch.cuda.is_available()` spoils the template
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # nbelastic sends the state that way
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # aborted groups would print long warnings
