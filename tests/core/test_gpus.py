@@ -150,11 +150,17 @@ def test_a_worker_whose_gpu_failed():
     assert [str(w) for w in story.cluster.members] == ["a/0#1", "a/1#2"]
 
 
-def test_a_newcomer_without_memory_is_started_once_more():
-    """The driver may not have freed the memory of an ended worker yet. A second time it is the program's error."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+    ],
+)
+def test_a_newcomer_that_cannot_use_its_gpu_is_started_once_more(error):
+    """The driver may not have freed the memory of an ended worker yet, or the GPU has failed. Then it is the program."""
     story = cluster("a:1", gpus={"a": "A", "b": "B"}, min=1).submit("job").quiet(5.0)
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
-    error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     story.ended("b/0#1", error=error)
     assert str(wid("b/0#2")) in map(str, story.cluster.workers)
     story.hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
@@ -162,10 +168,11 @@ def test_a_newcomer_without_memory_is_started_once_more():
     assert story.cluster.workers[wid("b/0#2")].state == "failed"
 
 
-def test_a_failed_assertion_on_the_gpu_ends_the_job_and_then_its_worker():
+@pytest.mark.parametrize("text", ["device-side assert triggered", "an illegal memory access was encountered"])
+def test_an_error_of_the_gpu_ends_the_job_and_then_its_worker(text):
     """It is the program's own error, with its traceback. The process cannot use the GPU any more, so it is replaced."""
     story = cluster("a:2", gpus={"a": "A B"}, min=2).submit("job").quiet(5.0)
-    error = "AcceleratorError: CUDA error: device-side assert triggered"
+    error = f"AcceleratorError: CUDA error: {text}"
     story.raised("a/1#1", error)
     assert story.cluster.job.outcome == "failed"
     story.ended("a/1#1", error=error)
