@@ -62,6 +62,7 @@ def test_a_replaced_worker_gets_the_gpu_of_the_lost_one():
         ({"a": "A B"}, "nccl", "nccl"),
         ({"a": "A B"}, "gloo", "gloo"),
         ({"a": "A"}, "auto", "gloo"),
+        ({"a": "MIG-1 MIG-2"}, "auto", "gloo"),
         ({}, "auto", "gloo"),
     ],
 )
@@ -81,6 +82,19 @@ def test_nccl_with_too_few_gpus_is_refused_with_both_numbers(gpus, there):
     story = cluster("a:2", gpus=gpus, backend="nccl", min=2).submit("job").quiet(5.0)
     reason = f"backend nccl needs one GPU per worker: there are {there} for 2 workers; use gloo or auto"
     assert (story.cluster.job.outcome, story.cluster.job.reason) == ("failed", reason)
+
+
+def test_nccl_on_slices_of_a_gpu_is_refused():
+    """NCCL does not support them (MIG). A host that has only slices is left out of a job with NCCL."""
+    story = cluster("a:2", gpus={"a": "MIG-1 MIG-2"}, backend="nccl", min=2).submit("job").quiet(5.0)
+    reason = "backend nccl cannot use slices of GPUs (MIG): use gloo or auto"
+    assert (story.cluster.job.outcome, story.cluster.job.reason) == ("failed", reason)
+    story = cluster("a:2", gpus={"a": "A B", "b": "MIG-1"}, min=2).submit("job").quiet(5.0)
+    story.add("b:1").quiet(5.0)
+    assert (len(story.cluster.members), story.cluster.hosts["b"].reason.partition(",")[0]) == (
+        2,
+        "left out: the job uses NCCL",
+    )
 
 
 def test_workers_share_a_gpu_over_nccl_if_nccl_may():
