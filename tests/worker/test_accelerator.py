@@ -113,7 +113,7 @@ def test_an_abort_ends_a_communicator_that_connects(device):
 
 
 def test_an_abort_reaches_members_that_wait_for_each_other(device):
-    """They meet in the store before they connect: NCCL's own wait cannot be aborted. What had begun is aborted, too."""
+    """They meet in the store before they connect: NCCL's own wait cannot be aborted. A communicator that has begun is aborted, too."""
     group, offer = Group(1, device), Offer("127.0.0.1")
     order = formation(1, 2, offer)
     forming = NextGeneration("127.0.0.1").run(
