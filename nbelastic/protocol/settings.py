@@ -105,6 +105,11 @@ class Settings(msgspec.Struct, frozen=True):
         for name, value in NCCL_ENVIRONMENT.items():
             own = self.environment.get(name, value)
             check(own == value, f"env: {name}={own}: nbelastic needs {value}, to abort collectives: leave it out.")
+        longest = self.environment.get(CONNECTS, NCCL_DEFAULTS[CONNECTS])
+        check(
+            longest.isdecimal() and int(longest) < CONNECTS_BELOW,
+            f"env: {CONNECTS}={longest}: whole seconds below {CONNECTS_BELOW}, as an abort waits for that.",
+        )
         if self.launcher == SSH:
             check(not self.launcher_options, "launcher_options go with a batch launcher: name it as launcher.")
 
@@ -146,6 +151,7 @@ NCCL_ENVIRONMENT = {
     "TORCH_DIST_USE_NCCL2": "0",  # the engine that these variables are for, and that is tested
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, in which agents read CUDA_VISIBLE_DEVICES
 }
+CONNECTS, CONNECTS_BELOW = "TORCH_NCCL_NONBLOCKING_TIMEOUT", 30  # a worker whose abort takes so long is replaced
 # The user's own values of these win.
 NCCL_DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # NVLink SHARP leaks memory with each communicator
