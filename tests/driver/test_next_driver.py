@@ -45,7 +45,9 @@ def kill_and_replace_driver(*clients) -> None:
     dead = [client._link.connection for client in clients]
     driver_thread.kill_driver(clients[0]._link.run_folder, 0)
     for client in clients:
-        until(lambda client=client: client._link.connection not in dead, what=client.status().reason)
+        until(
+            lambda client=client: client._link.connection not in dead, what=lambda client=client: client.status().reason
+        )
 
 
 def delay_next_driver(monkeypatch) -> tuple[threading.Event, threading.Event]:
