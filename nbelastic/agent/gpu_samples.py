@@ -112,13 +112,14 @@ def _load() -> tuple[Any, dict[str, Any]]:
     for entry in _indices(nvml) if entries is None else entries:
         with contextlib.suppress(nvml.NVMLError):
             handle = _handle(nvml, entry)
-            for one in _slices(nvml, handle) or [handle]:
+            slices = [] if entry.startswith("MIG-") else _slices(nvml, handle)
+            for one in slices or [handle]:
                 handles.setdefault(_id(nvml, one, entry), one)
     return nvml, handles
 
 
 def _slices(nvml: Any, handle: Any) -> list[Any]:
-    """The slices of a GPU that is divided (MIG), as CUDA uses only these. Empty if it is whole, or a slice itself."""
+    """The slices of a GPU that is divided (MIG), as CUDA uses only these. Empty if it is whole."""
     slices: list[Any] = []
     with contextlib.suppress(nvml.NVMLError, AttributeError):  # this GPU, or this library, has no slices
         if not nvml.nvmlDeviceGetMigMode(handle)[0]:

@@ -189,8 +189,10 @@ class DriverLink:
 
     def _use(self, driver: Connection) -> None:
         self.connection = self.newest = driver
+        self._poll_discovery(
+            driver
+        )  # before `use`: if the driver dies, another thread then uses and polls for the next one
         driver.use(self.handle_change, partial(self._replace, driver))
-        self._poll_discovery(driver)
         self.handle_change()
 
     def _is_current(self, driver: Connection) -> bool:

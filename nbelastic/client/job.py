@@ -174,10 +174,11 @@ class Job:
                 raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
             worker = str(members[rank])
         is_single = worker is not None
-        for w, lines in sorted(self._copy.output.lines.items(), key=lambda item: item[0]):
+        output = self._copy.output
+        for w in sorted(output.lines):
             if is_single and str(w) != worker:
                 continue
-            for line in [*list(lines), *(line for _, line in self._copy.output.unfinished_lines(str(w)))][-tail:]:
+            for line in output.newest(w)[-tail:]:
                 yield line.text if is_single else f"{w} | {line.text}"
 
     def __repr__(self) -> str:

@@ -16,6 +16,8 @@ from nbelastic.core.host_slots import with_host
 from nbelastic.core.state import ClusterState, Host
 from nbelastic.protocol.events import GpusReported
 
+SLICE = "MIG-"  # how the id of a slice of a GPU begins; NCCL takes two slices for one GPU that is used twice
+
 
 class FreeGpus:
     """The GPUs on which further workers may start. O(workers)"""
@@ -39,7 +41,7 @@ class FreeGpus:
         name, share = host.spec.name, ceil(host.spec.slots / len(host.gpus))
         healthy = [gpu.id for gpu in host.gpus if not gpu.problem]
         if self._exclusive:
-            free = [gpu for gpu in healthy if not self._used[gpu]]
+            free = [gpu for gpu in healthy if not self._used[gpu] and not gpu.startswith(SLICE)]
         else:
             free = [gpu for gpu in healthy if self._used_by[name, gpu] < share]
             if len(healthy) < len(host.gpus):
@@ -98,8 +100,11 @@ def choose_back_end(cluster: ClusterState) -> tuple[str, str]:
     gpus, wanted = len({worker.gpu for worker in workers if worker.gpu}), cluster.limits.backend
     if wanted == "nccl" and cluster.limits.shares_gpus and workers and all(worker.gpu for worker in workers):
         return "nccl", ""
-    if wanted != "gloo" and workers and gpus == len(workers):
+    has_slices = any(worker.gpu.startswith(SLICE) for worker in workers)
+    if wanted != "gloo" and workers and gpus == len(workers) and not has_slices:
         return "nccl", ""
+    if wanted == "nccl" and has_slices:
+        return "", "backend nccl cannot use slices of GPUs (MIG): use gloo or auto"
     if wanted == "nccl":
         return (
             "",

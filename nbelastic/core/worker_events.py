@@ -28,7 +28,8 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 ABORT_ARRIVES = 1.0  # seconds; after them a report from the broken generation means that the abort was lost
-ASSERT = "device-side assert"  # in CUDA's error, after which a process cannot use its GPU
+# In errors after which a process may not be able to use its GPU any more: see `worker.gpu_errors`.
+GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUDNN_STATUS_")
 # In errors of torch. A newcomer may find memory on its GPU that an ended worker has held for a moment longer.
 NO_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
 MAX_ERROR = 200  # characters of an error in the text of a break
@@ -173,11 +174,11 @@ def _suspect(cluster: ClusterState, w: WorkerId, error: str, now: float) -> Clus
 
 
 def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out: Commands) -> ClusterState:
-    """The program on a worker has ended. After a failed assertion on the GPU its process can run no other program there."""
+    """The program on a worker has ended. After an error of the GPU its process may run no other program there."""
     w = event.worker
     cluster = _program_ended(cluster, event, now, out)
-    if ASSERT in event.error and cluster.active is None and w in cluster.workers and w not in cluster.stopped:
-        why = f"{w} is replaced, as its process cannot use its GPU after a {ASSERT}"
+    if _is_of_gpu(event.error) and cluster.active is None and w in cluster.workers and w not in cluster.stopped:
+        why = f"{w} is replaced, as its process may not be able to use its GPU after {event.error}"
         return losses.replace_worker(cluster, w, why, now, out, blameless=True)
     return cluster
 
@@ -206,12 +207,18 @@ def _program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, ou
         why = f"{w} could not read the training state that {cluster.kept_state.by} has kept: {error}"
         return jobs.end(cluster, "failed", why, now, out, culprit=w)
     if job.formed and w not in cluster.member_set:
-        if any(text in error for text in NO_MEMORY) and not cluster.hosts[w.host].slots[w.slot].failures:
-            why = f"newcomer {w} found too little memory, and is started once more: {error}"
+        is_first = not cluster.hosts[w.host].slots[w.slot].failures
+        if is_first and (_is_of_gpu(error) or any(text in error for text in NO_MEMORY)):
+            what = "could not use its GPU" if _is_of_gpu(error) else "found too little memory"
+            why = f"newcomer {w} {what}, and is started once more: {error}"
             return losses.replace_worker(cluster, w, why, now, out)
         out.append(cmd.Record("worker-failed", f"newcomer {w} failed: {error}", host=w.host, worker=str(w)))
         return setup_cells.fail_worker(cluster, w, error)
     return jobs.end(cluster, "failed", f"{rank_text(cluster, w)} raised {error}", now, out, culprit=w)
+
+
+def _is_of_gpu(error: str) -> bool:
+    return any(text in error for text in GPU_ERRORS) and "out of memory" not in error
 
 
 def _program_returned(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
@@ -32,6 +33,7 @@ from nbelastic.transport.keys import Keys
 PROXY_CHECK_INTERVAL = 0.5  # seconds
 BATCH_JOB_INTERVAL = 2.0  # seconds between two queries of the batch system
 STOP_GRACE = 3.0  # seconds between the request to stop and the kill
+KILL_TIMEOUT = 1.0  # seconds in which a killed process ends
 
 
 class _AgentHandle:
@@ -80,6 +82,8 @@ class Agents:
         self._post, self._record, self._save = post, record, save
         self._loop = asyncio.get_running_loop()
         self._handles: dict[str, _AgentHandle] = {}  # by host
+        self._running: set[_AgentHandle] = set()  # those with a process on this machine, killed ones included
+        self._none_runs = asyncio.Event()
         self.started_count = 0
         self.tcp_proxies = ProxySet(settings.driver_lease, self._expected_workers)
         self.spawner = WorkerSpawner(
@@ -94,12 +98,15 @@ class Agents:
         )
 
     async def stop(self) -> None:
-        """End every agent and the TCP proxies."""
+        """End every agent and the TCP proxies. Wait until the processes have ended: a child would be a zombie."""
         tasks = [handle.launch for handle in self._handles.values() if handle.launch is not None]
         for handle in self._handles.values():
             handle.kill()
         tasks += self.spawner.cancel_start()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._running:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._none_runs.wait(), KILL_TIMEOUT)
         self.tcp_proxies.close()
         shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
 
@@ -119,6 +126,7 @@ class Agents:
             else:
                 handle.agent = AdoptedAgent(old.process, on_stop)
                 handle.agent.start({})
+                self._watch_end(handle, old.process)
         if saved.agents:
             await self.spawner.start(attach=bool(saved.controller))
 
@@ -230,6 +238,7 @@ class Agents:
             self._agent_ended(spec.name, handle, f"its agent cannot be started: {error}")
             return
         handle.agent, handle.launch = agent, None
+        self._watch_end(handle, agent.process)
         self._save()  # the agent's process outlives this driver
         self.spawner.start_in_background()  # after the agent: its template takes longer than the controller
 
@@ -281,7 +290,15 @@ class Agents:
         if handle.agent is None:
             self._agent_ended(host, handle, "it was not started")
 
+    def _watch_end(self, handle: _AgentHandle, process: str) -> None:
+        if process:
+            self._running.add(handle)
+            self._none_runs.clear()
+
     def _agent_ended(self, host: str, handle: _AgentHandle, reason: str) -> None:
+        self._running.discard(handle)
+        if not self._running:
+            self._none_runs.set()
         if self._handles.get(host) is handle:
             del self._handles[host]
             self._telemetry.host_samples.pop(host, None)

@@ -50,7 +50,7 @@ class JobRun:
         for text in complete:
             self._add_line(output, as_displayed(text))
         unfinished = drop_replaced_frames(unfinished)[-LONGEST_UNFINISHED_LINE:]
-        if unfinished != before:
+        if unfinished != before or (complete and unfinished):
             printed.set_unfinished(w, Line(0, stream, unfinished, output.rank))
 
     def _forget_output(self, worker: WorkerId) -> None:

@@ -15,6 +15,7 @@ from nbelastic.errors import UsageError
 from nbelastic.notebook.cell_output import cell_id, short_syntax_errors, show_commit_output, show_output
 from nbelastic.notebook.change_magics import ChangeMagics
 from nbelastic.notebook.magic_arguments import argument, completion, magic
+from nbelastic.notebook.px_guard import guard_px
 from nbelastic.notebook.script_arguments import SCRIPT_OPTIONS, script_options
 from nbelastic.notebook.stack_groups import group_equal_stacks, group_title
 from nbelastic.notebook.start_options import START_OPTIONS, cluster_arguments
@@ -83,7 +84,7 @@ class ElasticMagics(ChangeMagics):
             self._show_dashboard()  # before the start, so that it shows what the start waits for
         self.cluster.start(wait=wait, timeout=timeout)
         if wait:
-            self.cluster.client.activate()  # so that %px and %%px run on these engines
+            self._activate_px()
 
     @magic(
         "line",
@@ -110,7 +111,7 @@ class ElasticMagics(ChangeMagics):
                 self.shell.user_ns[variable] = value
         if not options.no_dashboard:
             self._show_dashboard()
-        self.cluster.client.activate()
+        self._activate_px()
 
     @magic("line")
     def elastic_detach(self, _: Namespace) -> None:
@@ -334,6 +335,17 @@ class ElasticMagics(ChangeMagics):
         if job is None:
             raise UsageError("no job has run yet: start one with %%elastic_run.")
         return job
+
+    def _activate_px(self) -> None:
+        """Have %px and %%px run on these engines. While a job trains they refuse, as they would wait for its end."""
+        cluster = self._cluster()
+
+        def present_job() -> str:
+            job = cluster.job
+            return job.name if job is not None and not job.done() else ""
+
+        cluster.client.activate()
+        guard_px(self.shell, present_job)
 
     def _show_dashboard(self) -> None:
         """Show the dashboard, always the same widget: one stream of updates serves all its views."""

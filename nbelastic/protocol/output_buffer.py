@@ -25,6 +25,14 @@ class Line(NamedTuple):
     rank: int | None = None
 
 
+class _Unfinished(NamedTuple):
+    """The newest unfinished line of a stream. The next line of that stream after line `after` completes it."""
+
+    change: int
+    after: int
+    line: Line
+
+
 class OutputBuffer:
     """The newest lines of each worker of a job. One thread writes, any thread may read.
 
@@ -37,7 +45,7 @@ class OutputBuffer:
         self.line_count = 0  # all lines so far
         self.changes = 0  # changes of unfinished lines so far
         self._kept = 0  # lines in memory
-        self._unfinished: dict[tuple[WorkerId, str], tuple[int, Line]] = {}  # by stream: number of the change, line
+        self._unfinished: dict[tuple[WorkerId, str], _Unfinished] = {}  # by stream
 
     def add(self, worker: WorkerId, line: Line) -> None:
         """Add the next line. Lines must be added by ascending number."""
@@ -61,21 +69,33 @@ class OutputBuffer:
         """Set the unfinished line of a stream; a line without text means that there is none."""
         self._lines_of(worker)
         self.changes += 1
-        self._unfinished[worker, line.stream] = self.changes, line
+        self._unfinished[worker, line.stream] = _Unfinished(self.changes, self.line_count, line)
 
     def unfinished_line(self, worker: WorkerId, stream: str) -> str:
-        """The text of a stream's unfinished line; empty if there is none."""
-        return self._unfinished[worker, stream][1].text if (worker, stream) in self._unfinished else ""
+        """The text of a stream's unfinished line; empty if there is none. For the thread that writes."""
+        return self._unfinished[worker, stream].line.text if (worker, stream) in self._unfinished else ""
 
     def unfinished_lines(self, worker: str | None = None) -> list[tuple[WorkerId, Line]]:
         """The unfinished lines of one worker or of all, as a terminal displays them, such as the state of progress bars."""
-        found = [(w, line) for (w, _), (_, line) in sorted(self._unfinished.items(), key=lambda item: item[0])]
-        displayed = ((w, line._replace(text=as_displayed(line.text))) for w, line in found)
-        return [(w, line) for w, line in displayed if line.text and worker in (None, str(w))]
+        found = {w for (w, _), found in list(self._unfinished.items()) if found.line.text and worker in (None, str(w))}
+        return [(w, line) for w in sorted(found) for line in self.newest(w) if not line.number]
+
+    def newest(self, worker: WorkerId) -> list[Line]:
+        """The kept lines of a worker, then its unfinished ones as a terminal displays them.
+
+        The thread that writes adds a line before it clears the unfinished line which that line completes. So an unfinished line
+        is read before the lines, and left out if they complete it: no line is returned twice.
+        """
+        unfinished = [self._unfinished.get((worker, stream)) for stream in ("err", "out")]
+        lines = list(self.lines.get(worker, ()))
+        last = {line.stream: line.number for line in lines}
+        rest = [one.line for one in unfinished if one is not None and last.get(one.line.stream, 0) <= one.after]
+        displayed = (line._replace(text=as_displayed(line.text)) for line in rest)
+        return [*lines, *(line for line in displayed if line.text)]
 
     def changed_since(self, change: int) -> list[tuple[WorkerId, Line]]:
         """The unfinished lines that have changed after change number `change`, with those that became empty."""
-        return [(w, line) for (w, _), (number, line) in self._unfinished.items() if number > change]
+        return [(w, found.line) for (w, _), found in self._unfinished.items() if found.change > change]
 
     def since(self, number: int, worker: str | None = None, most: int = TAIL) -> list[tuple[WorkerId, Line]]:
         """The newest `most` lines after line `number`, of one worker or of all, by number."""

@@ -105,6 +105,11 @@ class Settings(msgspec.Struct, frozen=True):
         for name, value in NCCL_ENVIRONMENT.items():
             own = self.environment.get(name, value)
             check(own == value, f"env: {name}={own}: nbelastic needs {value}, to abort collectives: leave it out.")
+        longest = self.environment.get(CONNECTS, NCCL_DEFAULTS[CONNECTS])
+        check(
+            longest.isdecimal() and int(longest) < CONNECTS_BELOW,
+            f"env: {CONNECTS}={longest}: whole seconds below {CONNECTS_BELOW}, as an abort waits for that.",
+        )
         if self.launcher == SSH:
             check(not self.launcher_options, "launcher_options go with a batch launcher: name it as launcher.")
 
@@ -146,11 +151,12 @@ NCCL_ENVIRONMENT = {
     "TORCH_DIST_USE_NCCL2": "0",  # the engine that these variables are for, and that is tested
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, in which agents read CUDA_VISIBLE_DEVICES
 }
+CONNECTS, CONNECTS_BELOW = "TORCH_NCCL_NONBLOCKING_TIMEOUT", 30  # a worker whose abort takes so long is replaced
 # The user's own values of these win.
 NCCL_DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # NVLink SHARP leaks memory with each communicator
     "NCCL_RAS_ENABLE": "0",  # it opens connections of its own, and a port without a key
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # seconds in which a communicator is made
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "20",  # seconds in which a communicator connects: an abort has to wait for that
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a module that calls `torch.cuda.is_available()` spoils the template
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # nbelastic sends the state that way
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # aborted groups would print long warnings

@@ -75,15 +75,15 @@ class OutputReader:
         offset = self._offsets.get(path, 0)
         try:
             with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+                size = self._offsets[path] = os.fstat(file.fileno()).st_size
+                if size <= offset:
+                    return None
                 begin = max(offset, size - MOST)
                 file.seek(begin)
-                data = self._incomplete.pop(path, b"") * (begin == offset) + file.read(MOST)
+                data = file.read(size - begin)  # not more: what the worker writes meanwhile is for the next read
         except OSError:
             return None
-        self._offsets[path] = min(size, begin + MOST)
-        if size <= offset:
-            return None
+        data = self._incomplete.pop(path, b"") * (begin == offset) + data
         complete = _complete_bytes(data)
         if complete < len(data):
             self._incomplete[path] = data[complete:]

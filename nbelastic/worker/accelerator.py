@@ -37,8 +37,11 @@ class Accelerator(Protocol):
     def create(self, store: Any, rank: int, size: int, options: Any) -> Any:
         """A communicator that has not communicated yet."""
 
-    def connect(self, communicator: Any) -> None:
-        """Collective: connect to the other members. In any thread; raises what torch raises, also after an abort."""
+    def connect(self, communicator: Any, meet: Callable[[], object]) -> None:
+        """Collective: connect to the other members. In any thread; raises what torch raises, also after an abort.
+
+        `meet` waits until all members have called it, or raises after an abort.
+        """
 
     def abort(self, communicator: Any) -> None:
         """End its collectives, which may take seconds. In any thread."""
@@ -88,12 +91,17 @@ class Nccl:
         options.config.blocking = 0
         return self._class(store, rank, size, options)
 
-    def connect(self, communicator: Any) -> None:
-        """Sum one number: that waits until all members are connected, and opens the channels that training uses."""
+    def connect(self, communicator: Any, meet: Callable[[], object]) -> None:
+        """Sum one number: that waits until all members are connected, and opens the channels that training uses.
+
+        During that wait torch holds a lock that an abort needs. So first all members begin to connect, which does not block.
+        Then NCCL ends the wait if a member dies, and torch does after TORCH_NCCL_NONBLOCKING_TIMEOUT.
+        """
         where = torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.mem_get_info()[0] < MIN_FREE:
             torch.cuda.empty_cache()
         communicator.eager_connect_single_device(where)
+        meet()
         stream = torch.cuda.Stream()  # beside the training
         with torch.cuda.stream(stream):
             one = torch.ones(1, device=where)
@@ -150,10 +158,7 @@ class Communicators:
 
     def prepare(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         """Collective: make the communicator of the default group. Raises what torch raises, also after an abort."""
-        prepared = self._accelerator.create(store, rank, size, self._accelerator.options(timeout))
-        self._made.append(prepared)  # before it connects: an abort must reach it
-        self._accelerator.connect(prepared)
-        self._prepared = prepared
+        self._prepared = self._connect(store, rank, size, self._accelerator.options(timeout))
 
     def use_for_new_groups(self) -> None:
         """All communicators that torch makes from now on belong to this generation."""
@@ -167,8 +172,25 @@ class Communicators:
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             return prepared
-        self._made.append(self._accelerator.create(store, rank, size, options))
-        return self._made[-1]
+        return self._connect(store, rank, size, options)
+
+    def _connect(self, store: Any, rank: int, size: int, options: Any) -> Any:
+        """Make a communicator. The members wait for each other in the store, where an abort reaches them."""
+
+        def meet() -> None:
+            if size > 1:
+                store.set(f"met/{rank}", "")
+                store.wait([f"met/{other}" for other in range(size)])
+
+        made = self._accelerator.create(store, rank, size, options)
+        self._made.append(made)  # before it connects: an abort must reach it
+        try:
+            self._accelerator.connect(made, meet)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # an abort may have come before there was anything to abort
+                self._accelerator.abort(made)
+            raise
+        return made
 
     def abort(self) -> None:
         """Abort each in a thread of its own: an abort may wait for another communicator's. To be repeated."""

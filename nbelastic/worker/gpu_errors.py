@@ -11,13 +11,14 @@ from concurrent.futures import wait
 from nbelastic.worker.threads import run_in_thread
 
 TIMEOUT = 10.0  # seconds for the synchronisations; a GPU with a fault may not answer
+TEXTS = ("cuda error", "cuda driver error", "triton error [cuda]", "cudnn error", "cudnn_status_")
 ASSERT = "device-side assert"  # what the program itself has asserted in a kernel, for example an index out of range
 
 
 def is_gpu_error(error: BaseException) -> bool:
-    """Whether torch raised this because of the GPU. Too little memory is not meant: the GPU works on."""
+    """Whether torch, or Triton, raised this because of the GPU. Too little memory is not meant: the GPU works on."""
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and "cuda error" in text and "out of memory" not in text
+    return isinstance(error, RuntimeError) and any(one in text for one in TEXTS) and "out of memory" not in text
 
 
 def is_gpu_lost(synchronize: Callable[[], object]) -> bool:

@@ -66,7 +66,7 @@ def _use_accelerator(one: accelerator.Accelerator) -> None:
     """Connect a communicator of one rank, and abort it."""
     communicator = one.create(dist.HashStore(), 0, 1, one.options(TIMEOUT))
     try:
-        one.connect(communicator)
+        one.connect(communicator, lambda: None)
     finally:
         one.abort(communicator)
 

@@ -60,6 +60,13 @@ def test_throttling_is_shown_and_is_no_problem(machine):
     assert gpus.throttled == ("GPU GPU-a: heat, power limit",)
 
 
+def test_a_visible_slice_is_the_only_gpu(machine, monkeypatch):
+    """The user names one slice of a divided GPU: the others are not his."""
+    machine(mig=["MIG-1", "MIG-2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
+    assert Gpus().find(10) == (Gpu("MIG-2"),)
+
+
 def test_slices_of_a_divided_gpu_are_its_gpus(machine):
     """CUDA uses only the slices (MIG); a fault of the whole GPU is one of each slice."""
     machine(mig=["MIG-1", "MIG-2"])

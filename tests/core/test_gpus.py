@@ -62,6 +62,7 @@ def test_a_replaced_worker_gets_the_gpu_of_the_lost_one():
         ({"a": "A B"}, "nccl", "nccl"),
         ({"a": "A B"}, "gloo", "gloo"),
         ({"a": "A"}, "auto", "gloo"),
+        ({"a": "MIG-1 MIG-2"}, "auto", "gloo"),
         ({}, "auto", "gloo"),
     ],
 )
@@ -81,6 +82,19 @@ def test_nccl_with_too_few_gpus_is_refused_with_both_numbers(gpus, there):
     story = cluster("a:2", gpus=gpus, backend="nccl", min=2).submit("job").quiet(5.0)
     reason = f"backend nccl needs one GPU per worker: there are {there} for 2 workers; use gloo or auto"
     assert (story.cluster.job.outcome, story.cluster.job.reason) == ("failed", reason)
+
+
+def test_nccl_on_slices_of_a_gpu_is_refused():
+    """NCCL does not support them (MIG). A host that has only slices is left out of a job with NCCL."""
+    story = cluster("a:2", gpus={"a": "MIG-1 MIG-2"}, backend="nccl", min=2).submit("job").quiet(5.0)
+    reason = "backend nccl cannot use slices of GPUs (MIG): use gloo or auto"
+    assert (story.cluster.job.outcome, story.cluster.job.reason) == ("failed", reason)
+    story = cluster("a:2", gpus={"a": "A B", "b": "MIG-1"}, min=2).submit("job").quiet(5.0)
+    story.add("b:1").quiet(5.0)
+    assert (len(story.cluster.members), story.cluster.hosts["b"].reason.partition(",")[0]) == (
+        2,
+        "left out: the job uses NCCL",
+    )
 
 
 def test_workers_share_a_gpu_over_nccl_if_nccl_may():
@@ -150,11 +164,17 @@ def test_a_worker_whose_gpu_failed():
     assert [str(w) for w in story.cluster.members] == ["a/0#1", "a/1#2"]
 
 
-def test_a_newcomer_without_memory_is_started_once_more():
-    """The driver may not have freed the memory of an ended worker yet. A second time it is the program's error."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+    ],
+)
+def test_a_newcomer_that_cannot_use_its_gpu_is_started_once_more(error):
+    """The driver may not have freed the memory of an ended worker yet, or the GPU has failed. Then it is the program."""
     story = cluster("a:1", gpus={"a": "A", "b": "B"}, min=1).submit("job").quiet(5.0)
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
-    error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     story.ended("b/0#1", error=error)
     assert str(wid("b/0#2")) in map(str, story.cluster.workers)
     story.hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
@@ -162,10 +182,11 @@ def test_a_newcomer_without_memory_is_started_once_more():
     assert story.cluster.workers[wid("b/0#2")].state == "failed"
 
 
-def test_a_failed_assertion_on_the_gpu_ends_the_job_and_then_its_worker():
+@pytest.mark.parametrize("text", ["device-side assert triggered", "an illegal memory access was encountered"])
+def test_an_error_of_the_gpu_ends_the_job_and_then_its_worker(text):
     """It is the program's own error, with its traceback. The process cannot use the GPU any more, so it is replaced."""
     story = cluster("a:2", gpus={"a": "A B"}, min=2).submit("job").quiet(5.0)
-    error = "AcceleratorError: CUDA error: device-side assert triggered"
+    error = f"AcceleratorError: CUDA error: {text}"
     story.raised("a/1#1", error)
     assert story.cluster.job.outcome == "failed"
     story.ended("a/1#1", error=error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbelastic.driver.job_run import JobRun
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.messages import WorkerOutput
+from nbelastic.protocol.output_buffer import Line
 
 ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
 
@@ -74,3 +75,21 @@ def test_a_line_keeps_the_rank_that_printed_it():
     add_output(run, "two\nthree", rank=1, end=end)
     assert [(line.text, line.rank) for _, line in run.output.since(0)] == [("one", 2), ("two", 1)]
     assert run.output.unfinished_lines()[0][1].rank == 1
+
+
+def test_a_line_is_not_shown_twice_while_it_is_being_completed():
+    """A reader between the two steps that complete a line finds it once, and the other stream's unfinished line."""
+    run = JobRun("job-1", None)
+    add_output(run, "half")
+    add_output(run, "an error", stream="err")
+    run.output.add(ONE, Line(1, "out", "half a line"))  # the unfinished line is cleared next
+    assert [line.text for line in run.output.newest(ONE)] == ["half a line", "an error"]
+    assert unfinished(run) == [("a/0#1", "err", "an error")]
+
+
+def test_an_unfinished_line_that_equals_the_one_before_it():
+    """A new unfinished line is shown, although it is equal to the beginning of the line before it."""
+    run = JobRun("job-1", None)
+    end = add_output(run, "again")
+    add_output(run, " one\nagain", end=end)
+    assert (lines(run), unfinished(run)) == (["again one"], [("a/0#1", "out", "again")])

@@ -40,11 +40,14 @@ def no_thread_is_left():
     gc.collect()
 
 
-def kill_and_replace_driver(cluster) -> None:
-    """Kill the cluster's driver, and wait until the next one has taken over."""
-    dead = cluster._link.connection
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
-    until(lambda: cluster._link.connection is not dead)
+def kill_and_replace_driver(*clients) -> None:
+    """Kill the driver of these clients' cluster, and wait until all of them use the next one."""
+    dead = [client._link.connection for client in clients]
+    driver_thread.kill_driver(clients[0]._link.run_folder, 0)
+    for client in clients:
+        until(
+            lambda client=client: client._link.connection not in dead, what=lambda client=client: client.status().reason
+        )
 
 
 def delay_next_driver(monkeypatch) -> tuple[threading.Event, threading.Event]:
@@ -195,18 +198,33 @@ def test_the_next_driver_uses_an_attached_discovery(start_hostless, tmp_path):
     cluster = start_hostless(keep=True, discovery=str(script))
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
         assert other._link.poller is not None
-        kill_and_replace_driver(cluster)
+        kill_and_replace_driver(cluster, other)
         assert cluster._link.connection.arguments["own discovery"]
-        until(
-            lambda: other._link.connection.number == cluster._link.connection.number and other._link.poller is not None
-        )
+        until(lambda: other._link.poller._driver is other._link.connection)
         nbe.Cluster.attach("quiet", discovery=str(script)).detach()
-        kill_and_replace_driver(cluster)
-        until(
-            lambda: not other._link.connection.died and "discovery" in other._link.connection.arguments,
-            what=lambda: f"{other._link.connection.arguments}; {other._link.connection.end_reason}",
-        )
-        until(lambda: not other._link.poller._thread.is_alive())
+        kill_and_replace_driver(cluster, other)
+        assert "discovery" in other._link.connection.arguments
+        until(lambda: not other._link.poller._thread.is_alive(), what="the end of the object's poller")
+
+
+def test_a_driver_that_dies_while_its_kernel_begins_to_use_it(start_hostless, monkeypatch):
+    """If two drivers die one soon after the other, the discovery object's hosts reach the newest driver."""
+    cluster = start_hostless(keep=True)
+    link, use, died = cluster._link, Connection.use, []
+
+    def use_and_lose(connection, *arguments):
+        use(connection, *arguments)
+        if not died:
+            died.append(connection)
+            driver_thread.kill_driver(link.run_folder, 0)
+            until(lambda: link.connection is not connection)
+
+    first = link.connection
+    monkeypatch.setattr(Connection, "use", use_and_lose)
+    driver_thread.kill_driver(link.run_folder, 0)
+    until(lambda: link.connection not in (first, *died))
+    until(lambda: not first._reader.is_alive())
+    assert link.poller._driver is link.connection
 
 
 def test_a_stop_request_reaches_the_next_driver(start_hostless, monkeypatch):

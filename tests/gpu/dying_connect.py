@@ -19,11 +19,11 @@ class DyingInConnect:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def connect(self, backend: Any) -> None:
+    def connect(self, backend: Any, meet: Any) -> None:
         folder = os.environ["NBELASTIC_TEST_FOLDER"]
         if dies(folder, "init", chosen=not session.current().facts.holds_state):
             threading.Timer(DELAY, die, (folder, "init")).start()
-        self._inner.connect(backend)
+        self._inner.connect(backend, meet)
 
 
 accelerator.NCCL = DyingInConnect(accelerator.NCCL)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ipyparallel.client.magics import ParallelMagics
 from IPython.core.error import UsageError as IPythonUsageError
 from magic_output import output_of
 
@@ -13,6 +15,7 @@ from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster import Cluster
 from nbelastic.errors import JobError, UsageError
 from nbelastic.notebook import cell_output
+from nbelastic.notebook.px_guard import guard_px
 from nbelastic.protocol.requests import CommitOutput
 
 
@@ -251,3 +254,19 @@ def test_a_training_is_paused_stepped_and_resumed(ip, magics, cluster, capsys):
         ("step", 5, {"timeout": 2.0, "by": "%elastic_step"}),
         ("resume", {"by": "%elastic_resume"}),
     ]
+
+
+def test_px_is_refused_while_a_job_runs(ip, magics, cluster, capsys):
+    """It would wait for the end of the job. Between jobs it runs as ipyparallel has made it."""
+    ran = []
+    view = SimpleNamespace(targets="all", block=True)
+    ip.register_magics(ParallelMagics(ip, view))
+    owner = ip.magics_manager.magics["line"]["px"].__self__
+    owner.parallel_execute = lambda *args, **_: ran.append(args[0])
+    job = []
+    guard_px(ip, lambda: "job-1" if job else "")
+    output_of(ip, capsys, "%px 1")
+    job.append("job-1")
+    for line in ("%px 2", "%%px\n3"):
+        assert "job-1 is running, and %px would wait for its end" in output_of(ip, capsys, line)
+    assert ran == ["1"]

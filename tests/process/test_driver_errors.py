@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -10,13 +11,19 @@ import nbelastic as nbe
 from nbelastic.core.step import step
 from nbelastic.driver import decisions
 from nbelastic.protocol import events as ev
+from nbelastic.provision import launchers
+from nbelastic.system.processes import kill_group
 from tests.process import programs
 from tests.support import driver_thread
+from tests.support.processes import descendants
 from tests.support.waiting import until
 
 
 def test_a_training_goes_on_without_decisions(make, tmp_path, monkeypatch):
-    """After a decision raises an error, the same processes make steps for three times the `silence` limit."""
+    """After a decision raises an error, the same processes make steps for three times the `silence` limit.
+
+    The stop waits until the agent that it kills has ended: else the agent would stay a zombie of the driver's process.
+    """
 
     def broken(world, event, now):
         if isinstance(event, ev.Scaled):
@@ -36,3 +43,6 @@ def test_a_training_goes_on_without_decisions(make, tmp_path, monkeypatch):
     until(lambda: time.monotonic() > end and cluster.status().step > made + 20)
     assert {worker.pid for worker in cluster.workers} == pids
     assert [event.kind for event in cluster.events if event.kind in ("worker-lost", "host-lost")] == []
+    monkeypatch.setattr(launchers, "kill_group", lambda pid: threading.Timer(0.5, kill_group, [pid]).start())
+    cluster.stop()
+    assert not descendants()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,8 +27,8 @@ def script(tmp_path):
         pids = tmp_path / "pids"
 
         def hang(self):
-            """Make the script wait for a child that never ends."""
-            self.write(f"sleep 1000 & echo $$ $! > {self.pids}; wait")
+            """Make the script wait for a child that never ends; if that is killed, it prints a host."""
+            self.write(f"sleep 1000 & echo $$ $! > {self.pids}; wait; echo localhost:1")
 
         def processes(self):
             return [int(pid) for pid in self.pids.read_text().split()] if self.pids.exists() else []
@@ -121,8 +122,10 @@ def test_a_script_that_hangs_later(trains, script, monkeypatch):
     training = trains(None, discovery=str(script.path), min=1)
     training.wait_for_world(1)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
-    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", 1.0)  # only now: the first answer may take longer
     script.hang()
+    _, child = until(script.processes)
+    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT", 1.0)  # only now: earlier answers may take longer
+    os.kill(child, signal.SIGKILL)  # this run of the script still has the longer time, and answers; the next hangs too
     until(lambda: kinds() == ["discovery-failed"])
     (text,) = [event.text for event in training.cluster.events if event.kind == "discovery-failed"]
     assert "did not answer within 1 s" in text

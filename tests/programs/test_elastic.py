@@ -106,6 +106,26 @@ def test_what_a_warm_up_changes_is_undone():
     assert session.warm_ups == []
 
 
+def test_a_warm_up_changes_no_sharded_state():
+    """Counters and random generators are as before, although no model is bound yet."""
+    state = nbe.ShardedState(n=0)
+    session, before = StoppedInAStep(state), torch.get_rng_state()
+    session.report_copies = lambda _: None
+
+    def draw(state):
+        state.n += 1
+        torch.rand(1)
+
+    def gather(_):
+        assert (state.n, torch.equal(torch.get_rng_state(), before)) == (0, True)
+        raise JobStoppedError("stopped by hand")
+
+    session.warm_ups, session.gather = [draw], gather
+    session.facts = SimpleNamespace(holds_state=False)
+    with pytest.raises(JobStoppedError):
+        elastic._Loop(session, state).run(lambda: None)
+
+
 def test_outside_a_worker_a_warm_up_is_an_ordinary_function():
     """A module that decorates one can be imported anywhere."""
     assert nbe.warmup(abs) is abs

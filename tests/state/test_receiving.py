@@ -184,7 +184,7 @@ def test_nccl_is_warmed_up_by_a_communicator_of_one():
     calls = []
 
     class Broken(Double):
-        def connect(self, communicator):
+        def connect(self, communicator, meet):
             raise RuntimeError("no interface")
 
         def abort(self, communicator):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.client_messages import encoded
 from nbelastic.protocol.driver_start import Start
 from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.system.addresses import split_endpoint
+from tests.support.waiting import until_async
 
 
 class DriverThread:
@@ -78,7 +81,11 @@ class DriverThread:
         self._thread.join()
 
     async def _die(self) -> None:
-        await self.driver._server.stop()  # its port first: who sees the end of a connection starts the next driver
+        server = self.driver._server
+        await server.stop()  # its port first: who sees the end of a connection starts the next driver
+        # A program that another thread starts just now holds the port until it has been executed.
+        port = split_endpoint(server.address)[1]
+        await until_async(lambda: not is_listened_at(port), what="the killed driver's port to be free")
         if self.driver._clients._server is not None:
             self.driver._clients._server.close()
         self._task.cancel()
@@ -88,6 +95,17 @@ class DriverThread:
         if self._thread.is_alive():
             raise subprocess.TimeoutExpired("driver", timeout or 0.0)
         return 0
+
+
+def is_listened_at(port: int) -> bool:
+    """Whether a socket listens at this port of the loopback interface; connections that have ended do not matter."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
 
 driver_threads: dict[str, DriverThread] = {}  # the newest of each cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -21,6 +22,10 @@ from tests.support.waiting import until
 TIMEOUT = timedelta(minutes=5)
 
 
+def connect(group):
+    Double().connect(group, lambda: None)
+
+
 @pytest.fixture
 def form(monkeypatch):
     """Make the groups of a new world, one for each rank. They are aborted at the end."""
@@ -32,7 +37,7 @@ def form(monkeypatch):
         groups = [Double().create(store, rank, size, timeout) for rank in range(size)]
         made.extend(groups)
         with ThreadPoolExecutor(size) as threads:
-            list(threads.map(Double().connect, groups))
+            list(threads.map(connect, groups))
         return groups
 
     yield make
@@ -138,15 +143,49 @@ def test_the_watchdog_acts_first(form, monkeypatch, mode, ends):
     assert bool(ended) == ends
 
 
-def test_a_group_that_connects_can_be_aborted(form):
-    """While a member is missing, an abort in another thread ends `connect` with an error."""
+def test_an_abort_waits_for_a_group_that_connects(form, monkeypatch):
+    """A member is missing: torch holds a lock until its own timeout, and the abort needs that lock."""
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0.5")
     group = Double().create(dist.HashStore(), 0, 2, TIMEOUT)
-    connecting = run_in_thread(lambda: Double().connect(group))
+    connecting = run_in_thread(lambda: connect(group))
+    until(group.communicator._waiting.locked)
+    aborting = run_in_thread(group.abort)
+    with pytest.raises(dist.DistBackendError, match="timeout"):
+        connecting.result(10)
+    aborting.result(10)
+    assert group.communicator not in communicator.live
+
+
+def test_an_abort_reaches_a_group_whose_members_have_not_met(form):
+    """It has begun to connect, and does not wait for its peers yet."""
+    group, may_go_on = Double().create(dist.HashStore(), 0, 2, TIMEOUT), threading.Event()
+    connecting = run_in_thread(lambda: Double().connect(group, may_go_on.wait))
     until(lambda: group.communicator in communicator.live)
     group.abort()
+    may_go_on.set()
     with pytest.raises(dist.DistBackendError, match="aborted while it was made"):
         connecting.result(10)
     assert group.communicator not in communicator.live
+
+
+def test_a_peer_that_dies_ends_connecting(form):
+    """Its connections break: the others raise at once."""
+    store, size = dist.HashStore(), 3
+    groups = [Double().create(store, rank, size, TIMEOUT) for rank in range(size)]
+    both = threading.Barrier(size)
+    survivors = [run_in_thread(lambda one=one: Double().connect(one, both.wait)) for one in groups[:2]]
+    dying = groups[2].communicator._mesh
+    dying.begin(store)
+    both.wait()
+    for rank in range(2):
+        name = json.loads(store.get(f"member/{rank}"))
+        dying._reach(name["host"], name["port"], store.get("token")).close()
+    for one in survivors:
+        with pytest.raises(dist.DistBackendError, match="remote error: rank 2"):
+            one.result(10)
+    dying.close()
+    for group in groups:
+        group.abort()
 
 
 def test_no_abort_reaches_a_group_that_connects_blocking(form):

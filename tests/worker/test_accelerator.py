@@ -5,11 +5,15 @@ from concurrent.futures import wait
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
+from nbelastic.protocol.settings import NCCL_DEFAULTS
+from nbelastic.protocol.timeouts import Timeouts
 from nbelastic.worker.accelerator import Communicators
 from nbelastic.worker.groups import Groups
+from nbelastic.worker.hang_detector import GPU_HANG_TIMEOUT
 from nbelastic.worker.next_generation import NextGeneration
-from nbelastic.worker.process_group import TIMEOUT, Group, Offer
+from nbelastic.worker.process_group import COMMUNICATOR_ABORT_TIMEOUT, TIMEOUT, Group, Offer
 from nbelastic.worker.threads import run_in_thread
 from tests.support.waiting import until
 from tests.worker.forming import formation, works
@@ -32,7 +36,8 @@ class FakeAccelerator:
         self.calls.append(("create", threading.current_thread().name.split("_")[0]))
         return [len(self.calls)]
 
-    def connect(self, communicator):
+    def connect(self, communicator, meet):
+        meet()
         self.connecting.set()
         self.may_connect.wait()
         if communicator in self.aborted:
@@ -130,6 +135,27 @@ def test_an_abort_ends_a_communicator_that_connects(device):
     abort.join()
     group.leave()
     assert not dist.is_initialized()
+
+
+def test_an_abort_reaches_members_that_wait_for_each_other(device):
+    """They meet in the store before they connect: NCCL's own wait cannot be aborted. A communicator that has begun is aborted, too."""
+    group, offer = Group(1, device), Offer("127.0.0.1")
+    order = formation(1, 2, offer)
+    forming = NextGeneration("127.0.0.1").run(
+        lambda: Communicators(device).prepare(PrefixStore("a", group._open_store(order, offer)), 0, 2, TIMEOUT)
+    )
+    until(lambda: device.calls)
+    until(lambda: group.abort() or forming.done())
+    with pytest.raises(RuntimeError):
+        forming.result()
+    assert device.aborted == [[1]]
+    assert not device.connecting.is_set()
+
+
+def test_an_abort_may_take_longer_than_connecting():
+    """Torch's lock delays an abort until NCCL has connected or has given up: no worker may be ended before that."""
+    longest = float(NCCL_DEFAULTS["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) + 1  # torch counts whole seconds
+    assert longest < min(COMMUNICATOR_ABORT_TIMEOUT, GPU_HANG_TIMEOUT) < Timeouts().recover
 
 
 def test_a_thread_that_was_abandoned_ends_what_it_makes(device):

@@ -12,7 +12,7 @@ It is faithful in these points:
 - a lost peer makes a work hang, until an abort ends it: its outputs then have garbage, and no error is raised;
 - an abort ends all works at once, and then takes some time to free the communicator;
 - the watchdog records an error, holds the lock that new works need, and may end the process;
-- no abort reaches a group that connects in blocking mode, and an abort of a group does not reach those made from it;
+- an abort waits while a group connects, which has a timeout if it does not block; an abort of a group does not reach those made from it;
 - two ranks of a group that use the same GPU of a machine are refused.
 
 It differs in two: a work blocks the CPU in `wait`, as the CPU reads its tensors at once. And point-to-point operations are

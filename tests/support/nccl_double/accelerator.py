@@ -23,8 +23,8 @@ class Double:
     def create(self, store: Any, rank: int, size: int, options: timedelta) -> NcclDouble:
         return NcclDouble(store, rank, size, options, blocking=False)
 
-    def connect(self, communicator: NcclDouble) -> None:
-        communicator.communicator.connect()
+    def connect(self, communicator: NcclDouble, meet: Callable[[], object]) -> None:
+        communicator.communicator.connect(meet)
 
     def abort(self, communicator: NcclDouble) -> None:
         communicator.abort()

@@ -77,6 +77,8 @@ class Communicator:
         self._is_connected = False
         self._mutex = threading.Lock()  # for new works, and for the watchdog
         self._aborting, self._adding = threading.Lock(), threading.Lock()
+        self._waiting = threading.Lock()  # held while this waits for its peers to connect
+        self._timeout_of_connect = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
         self._aborted, self._freed = threading.Event(), threading.Event()
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._running: Work | None = None
@@ -87,19 +89,27 @@ class Communicator:
         self._mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"))
         self._dump_time = 4 * float(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")) / 1000
 
-    def connect(self) -> None:
-        """Collective. Raises DistBackendError if it is aborted, or if two ranks use one GPU."""
+    def connect(self, meet: Callable[[], object] = lambda: None) -> None:
+        """Collective. DistBackendError if it was aborted, a peer is lost or late, or two ranks use one GPU.
+
+        `meet()` is called after this has begun, which does not block. Then no abort reaches it any more.
+        """
         if self._aborted.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
         live.add(self)
         try:
-            self._mesh.connect(self._store)
-        except Aborted:
+            self._mesh.begin(self._store)
+            meet()
+            with self._waiting:
+                if self._aborted.is_set():
+                    raise dist.DistBackendError("NCCL communicator was aborted while it was made")
+                self._mesh.connect(self._store, self._timeout_of_connect)
+        except BaseException as error:
             self._mesh.close()
-            raise dist.DistBackendError("NCCL communicator was aborted while it was made") from None
-        except BaseException:
-            self._free()
-            self._mesh.close()
+            if not self._can_abort:
+                self._free()
+            if isinstance(error, PeerLost | TimeoutError):
+                raise dist.DistBackendError(f"NCCL error: {error}") from None
             raise
         self._can_abort = self._is_connected = True
         for loop, name in ((self._run_stream, "stream"), (self._watch, "watchdog")):
@@ -127,7 +137,7 @@ class Communicator:
         """End all works at once, then free this communicator, which takes time. Nothing while this connects in blocking mode."""
         if not self._can_abort or self._freed.is_set():
             return
-        with self._aborting:
+        with self._waiting, self._aborting:
             if not self._aborted.is_set():
                 with self._adding:
                     self._aborted.set()

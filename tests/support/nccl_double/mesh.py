@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import select
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 POLL = 0.002  # seconds between two looks at the store
+POLL_CONNECTING = 0.1  # seconds between two looks at the clock, while this connects
 MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 Transfer = tuple[int, torch.Tensor]  # the peer's rank, and a contiguous tensor to send or to fill
@@ -34,53 +36,66 @@ class PeerLost(Exception):
 
 
 class Mesh:
-    """`connect` and `exchange` are for one thread at a time, `abort` is for any other."""
+    """`begin`, `connect` and `exchange` are for one thread at a time, `abort` is for any other."""
 
     def __init__(self, rank: int, size: int, *, blocking: bool) -> None:
         self.rank, self.size = rank, size
-        self._blocking = blocking  # then no abort reaches `connect`
+        self._blocking = blocking  # then `connect` has no timeout
+        self._listener: socket.socket | None = None  # from `begin` to the end of `connect`
+        self._until = 0.0  # when `connect` has taken too long
         self._peers: dict[int, socket.socket] = {}
         self._is_aborted = threading.Event()
         self._lock = threading.Lock()
         self._wakes = -1  # an eventfd, from `connect` to `close`
 
-    def connect(self, store: Any) -> None:
-        """Collective. RuntimeError if two ranks use the same GPU."""
+    def begin(self, store: Any) -> None:
+        """Listen, and tell the others where. It waits for rank 0 alone, as for NCCL's unique id: the end of the store wakes it."""
         with self._lock:
             self._wakes = os.eventfd(int(self._is_aborted.is_set()))
-        with socket.create_server((_address(), 0), backlog=self.size) as listener:
-            host, port = listener.getsockname()[:2]
-            if self.rank == 0:
-                store.set("token", secrets.token_hex(8))
-            token = store.get("token")  # as NCCL's unique id: no abort wakes it, but the end of the store does
-            members = self._exchange_names(store, {"host": host, "port": port, "gpu": gpu(), "machine": MACHINE})
+        self._listener = socket.create_server((_address(), 0), backlog=self.size)
+        host, port = self._listener.getsockname()[:2]
+        if self.rank == 0:
+            store.set("token", secrets.token_hex(8))
+        store.get("token")
+        name = {"host": host, "port": port, "gpu": gpu(), "machine": MACHINE}
+        store.set(f"member/{self.rank}", json.dumps(name))
+
+    def connect(self, store: Any, timeout: float) -> None:
+        """Collective; no abort reaches it. RuntimeError if two ranks use the same GPU; PeerLost; TimeoutError."""
+        self._until = math.inf if self._blocking else time.monotonic() + timeout
+        assert self._listener is not None
+        with self._listener as listener:
+            token, members = store.get("token"), self._names(store)
             _refuse_duplicates(members)
             for peer, member in enumerate(members[: self.rank]):
                 self._peers[peer] = self._reach(member["host"], member["port"], token)
             while len(self._peers) < self.size - 1:
-                self._wait([listener], connecting=True)
-                self._accept(listener, token)
+                if self._wait([listener], connecting=True):
+                    self._accept(listener, token)
         for connection in self._peers.values():
             connection.setblocking(False)
         everybody = [peer for peer in range(self.size) if peer != self.rank]
         byte = torch.zeros(1, dtype=torch.uint8)
         both = [(peer, byte) for peer in everybody]
-        try:
-            self._exchange(both, both, connecting=True)
-        except PeerLost:
-            self.wait_for_abort(connecting=True)
+        self._exchange(both, both, connecting=True)
 
-    def _exchange_names(self, store: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def _names(self, store: Any) -> list[dict[str, Any]]:
+        keys = [f"member/{rank}" for rank in range(self.size)]
         try:
-            store.set(f"member/{self.rank}", json.dumps(mine))
-            keys = [f"member/{rank}" for rank in range(self.size)]
             while not store.check(keys):
-                if self._is_aborted.wait(POLL) and not self._blocking:
-                    raise Aborted
+                self._pause(POLL)
             return [json.loads(text) for text in store.multi_get(keys)]
         except RuntimeError:  # rank 0 has the store; NCCL's own connections would not tell that it is lost
-            self.wait_for_abort(connecting=True)
-            raise Aborted from None
+            self._pause(math.inf)
+            raise
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep while this connects. TimeoutError when that has taken too long."""
+        time.sleep(min(seconds, max(0.0, self._until - time.monotonic()), 3600))
+        if time.monotonic() >= self._until:
+            raise TimeoutError("timeout")
+        if seconds == math.inf:
+            self._pause(seconds)
 
     def _reach(self, host: str, port: int, token: bytes) -> socket.socket:
         while True:
@@ -88,14 +103,15 @@ class Mesh:
                 connection = socket.create_connection((host, port))
                 connection.sendall(token + self.rank.to_bytes(4))
             except OSError:  # the peer has ended
-                self.wait_for_abort(connecting=True)
+                self._pause(math.inf)
             else:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return connection
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
         connection, _ = listener.accept()
-        self._wait([connection], connecting=True)
+        while not self._wait([connection], connecting=True):
+            continue
         with contextlib.suppress(OSError):
             hello = connection.recv(len(token) + 4, socket.MSG_WAITALL)
             if hello[:-4] == token:
@@ -104,23 +120,18 @@ class Mesh:
                 return
         connection.close()
 
-    def wait_for_abort(self, *, connecting: bool = False) -> None:
-        """What a kernel does that lacks its peer. Raises Aborted; never returns."""
-        self._is_aborted.wait()
-        while connecting and self._blocking:
-            time.sleep(3600)
-        raise Aborted
-
     def _wait(self, readable: Iterable[Any], writable: Iterable[Any] = (), *, connecting: bool = False) -> set[int]:
-        """The descriptors among these that are ready. Raises Aborted."""
+        """The descriptors among these that are ready. Raises Aborted or, while this connects, TimeoutError."""
         poll = select.poll()
         for one in writable:
             poll.register(one, select.POLLOUT)
         for one in readable:
             poll.register(one, select.POLLIN | (select.POLLOUT if one in writable else 0))
-        if not (connecting and self._blocking):
+        if not connecting:
             poll.register(self._wakes, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll()}
+        ready = {fd for fd, _ in poll.poll(POLL_CONNECTING * 1000 if connecting else None)}
+        if connecting:
+            self._pause(0)
         if self._wakes in ready:
             raise Aborted
         return ready
@@ -139,7 +150,7 @@ class Mesh:
                 moved |= self._move(peer, into, send=False)
             if not moved and (out or into):
                 self._wait([self._peers[p] for p in into], [self._peers[p] for p in out], connecting=connecting)
-            if self._is_aborted.is_set() and not (connecting and self._blocking):
+            if self._is_aborted.is_set() and not connecting:
                 raise Aborted
 
     def _move(self, peer: int, queues: dict[int, deque[memoryview]], *, send: bool) -> bool:
@@ -169,7 +180,7 @@ class Mesh:
 
     def close(self) -> None:
         """Close the connections: nothing waits in them any more."""
-        for connection in self._peers.values():
+        for connection in [*self._peers.values(), *filter(None, [self._listener])]:
             connection.close()
         with self._lock:
             if self._wakes >= 0:
