@@ -36,7 +36,7 @@ from tests.support.waiting import until
 
 WORKERS, MOST = 4, 6
 EXTRA_HOST = "127.0.0.2"
-WARM = 6  # generations after which a worker has all that it makes only once: it keeps the groups that it left last
+WARM = 10  # generations after which a worker has all that it makes only once: it keeps the groups that it left last
 STANDSTILL = 3.0  # seconds without a step after which the cluster's reason is noted
 # What may grow in a hundred faults: rank 0 serves its peers' stores, and the allocator keeps memory that it had once. A
 # leak of one resource per generation would be more.
