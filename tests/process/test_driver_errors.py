@@ -15,7 +15,7 @@ from nbelastic.provision import launchers
 from nbelastic.system.processes import kill_group
 from tests.process import programs
 from tests.support import driver_thread
-from tests.support.processes import descendants
+from tests.support.processes import leftovers
 from tests.support.waiting import until
 
 
@@ -45,4 +45,4 @@ def test_a_training_goes_on_without_decisions(make, tmp_path, monkeypatch):
     assert [event.kind for event in cluster.events if event.kind in ("worker-lost", "host-lost")] == []
     monkeypatch.setattr(launchers, "kill_group", lambda pid: threading.Timer(0.5, kill_group, [pid]).start())
     cluster.stop()
-    assert not descendants()
+    assert not leftovers()

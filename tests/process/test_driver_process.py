@@ -14,8 +14,8 @@ import pytest
 import nbelastic as nbe
 from tests.process import programs
 from tests.process.training import lines_in
-from tests.support.processes import alive, descendants, driver_pid, run_folder
-from tests.support.waiting import until
+from tests.support.processes import driver_pid, leftovers, run_folder
+from tests.support.waiting import until, until_none
 
 BUSY = """\
 import ctypes, os, signal, sys, time
@@ -79,7 +79,7 @@ def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, kee
     os.kill(driver, signal.SIGSTOP)
     until(lambda: psutil.Process(driver).status() == psutil.STATUS_STOPPED)
     cluster.stop(timeout=0.5)
-    until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
+    until_none(lambda: leftovers(pids), 15)
 
 
 FORKED = """\
@@ -166,7 +166,7 @@ def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
         until(lambda: "another driver takes over" in cluster.status().reason)
     cluster.stop()
     assert not run_folder(cluster).exists()
-    until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
+    until_none(lambda: leftovers(pids), 15)
 
 
 def test_the_driver_uses_the_kernels_temporary_folder(make, monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,19 @@ def descendants() -> set[int]:
     """
     found = {child.pid for child in psutil.Process().children(recursive=True)}
     return found - {resource_tracker._resource_tracker._pid} - warm_agents.process.family()
+
+
+def leftovers(pids: Iterable[int] = ()) -> list[str]:
+    """Those of `pids` that run, and all that this process has started, each with its command."""
+    return [_describe(pid) for pid in {*filter(alive, pids), *descendants()}]
+
+
+def _describe(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{process} {' '.join(process.cmdline())[-100:]}"
+    except psutil.NoSuchProcess as error:  # also a zombie
+        return str(error)
 
 
 def processes_of(cluster: nbe.Cluster) -> set[int]:
