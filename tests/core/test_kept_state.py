@@ -20,6 +20,7 @@ def kept(story: Story) -> Story:
 def assert_trains_with_kept_state(story: Story) -> None:
     """Asserts that the job trains with the kept state and one worker per place."""
     story.quiet(20.0)
+    assert story.commands(cmd.LoadKeptState)
     assert trains(story), story.reason
     assert nothing_lost(story)
     assert (story.cluster.kept_state, story.kept) == (None, {})

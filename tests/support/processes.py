@@ -33,7 +33,7 @@ def descendants() -> set[int]:
 
 
 def leftovers(pids: Iterable[int] = ()) -> list[str]:
-    """Those of `pids` that run, and all that this process has started, each with its command."""
+    """Each process of `pids` that runs, and each that this process has started, with its command."""
     return [_describe(pid) for pid in {*filter(alive, pids), *descendants()}]
 
 
