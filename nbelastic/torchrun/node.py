@@ -38,6 +38,7 @@ class Node:
         if not script.cold:
             _use_template(settings["template"])
         self._agent: ElasticAgent | None = None
+        self._end: sev.NodeLeft | None = None  # set when the workers have ended: the last message
         ready = sev.NodeReady(self._host, 0, "", script.role)
         self._rendezvous = DriverRendezvous(self._connect, ready, settings["home"], before_round=self._begin_round)
         self._agent = ElasticAgent(
@@ -77,10 +78,8 @@ class Node:
             raise
         finally:
             agent.kill_groups()
-            link = self._rendezvous.link
-            self._send_output()
-            link.send(sev.NodeLeft(self._host, reason, broken))
-            link.close()
+            self._end = sev.NodeLeft(self._host, reason, broken)
+            self._rendezvous.link.close()  # its thread sends the rest of the output first: only that thread reads it
             self._rendezvous.shutdown()
             sys.stdout.flush()
         return result is not None and not result.is_failed()
@@ -90,9 +89,13 @@ class Node:
         agent = self._agent
         if agent is None:
             return READ_OUTPUT
-        link = self._rendezvous.link
-        if not link.congested:  # later output stays in the files meanwhile
+        link, end = self._rendezvous.link, self._end
+        if end is not None or not link.congested:  # else the output stays in the files meanwhile
             self._send_output()
+        if end is not None:
+            self._end = None
+            link.send(end)
+            return READ_OUTPUT
         now = time.monotonic()
         if now >= self._sampled_at + SAMPLE:
             self._sampled_at = now

@@ -138,7 +138,7 @@ class Client:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send queued messages, wait up to half a second for their acknowledgement, and end the thread."""
+        """Tick once more, send queued messages, wait up to half a second for their acknowledgement, and end the thread."""
         self._closing = True
         self.wake()
         self._thread.join(timeout=2.0)
@@ -189,14 +189,14 @@ class Client:
 
     def _serve(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
         while True:
-            now = time.monotonic()
+            now, is_last = time.monotonic(), self._closing  # read before the tick: one follows every close()
             delay = min(guarded(self._tick) or HEARTBEAT, self._heartbeat)
             if not self._relay_blocked:
                 delay = min(delay, self._relay.wait(now))
             self._flush(socket)
             if now >= self._heartbeat_at:
                 self._send_all(socket, [(self._delivery.head(), b"")])
-            if self._closing:
+            if is_last:
                 self._relay_messages(socket)
                 self._drain(socket)
                 return

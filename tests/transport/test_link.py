@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
@@ -10,6 +11,7 @@ from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import Delivery
 from nbelastic.transport.server import Server
+from tests.support import waiting
 from tests.support.waiting import until_async as until
 from tests.transport.link_ends import MESSAGE, PEER, WORKER, RunningDriver, connected_client, raw_socket, running_driver
 
@@ -62,6 +64,27 @@ def test_closing_sends_what_is_queued():
             await until(lambda: driver.received_from(PEER) == [MESSAGE, ev.WorkerSucceeded(WORKER, 1)])
 
     asyncio.run(story())
+
+
+def test_a_tick_follows_the_call_that_closes(tmp_path):
+    """A client ticks once more after `close()` was called, also if it was ticking just then."""
+    ticks, ticking, go_on = [], threading.Event(), threading.Event()
+
+    def tick():
+        ticks.append(client._closing)
+        ticking.set()
+        assert go_on.wait(10)
+        return 10.0
+
+    client = Client(tmp_path, None, PEER, worker_messages.ToWorker, print, tick=tick)
+    client.start()
+    assert ticking.wait(10)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    waiting.until(lambda: client._closing)
+    go_on.set()
+    closing.join(10)
+    assert ticks == [False, True]
 
 
 def test_a_returning_peer_takes_its_name_over():

@@ -1,0 +1,42 @@
+"""A script's node: what it still sends at its end."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+from nbelastic.protocol import agent_messages
+from nbelastic.protocol import script_events as sev
+from nbelastic.torchrun import output
+from nbelastic.torchrun.elastic_agent import ElasticAgent
+from nbelastic.torchrun.node import Node
+from nbelastic.transport.client import Client
+
+SETTINGS = {"host": "a", "number": 1, "heartbeat": 0.5, "home": ("127.0.0.1", "lo")}
+
+
+def test_the_last_output_is_sent_once(tmp_path, monkeypatch):
+    """A node whose script ends while the output is being read sends each part of it once, and then that it has left."""
+    sent, begun, both = [], threading.Event(), threading.Barrier(2)
+
+    def open_slowly(*arguments):
+        file = open(*arguments)  # noqa: SIM115  (the reader closes it)
+        begun.set()
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # a second thread that reads would find the same text
+        return file
+
+    def run(agent):
+        agent._logs.reify({0: {}})
+        (tmp_path / "a-0-0.out").write_text("the end\n")
+        assert begun.wait(20)
+
+    monkeypatch.setattr(output, "open", open_slowly, raising=False)
+    monkeypatch.setattr(ElasticAgent, "run", run)
+    monkeypatch.setattr(Client, "send", lambda _, message: sent.append(message))
+    monkeypatch.chdir(tmp_path)
+    node = Node({**SETTINGS, "relay": str(tmp_path)}, agent_messages.Script("job-1", "script.py", cold=True), tmp_path)
+    assert not node.run()
+    *outputs, left = [message for message in sent if not isinstance(message, sev.NodeReady)]
+    assert [message.text for message in outputs] == ["the end\n"]
+    assert left == sev.NodeLeft("a", "it has ended")
