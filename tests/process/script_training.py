@@ -47,7 +47,7 @@ class ScriptTraining:
             now = {line["pid"] for line in self.lines() if line["world"] == world}
             return self.job.done() or (status.world_size == world and 0 not in pids and now >= pids)
 
-        until(stepped, timeout, f"a step of {world} ranks; {self.cluster.status().reason}")
+        until(stepped, timeout, lambda: f"a step of {world} ranks; {self.cluster.status()}")
         assert not self.job.done(), self.job.exception()
         return by_rank(self.cluster)
 

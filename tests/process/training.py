@@ -53,7 +53,9 @@ class Training:
             now = {line["pid"] for line in self.lines() if line["generation"] == status.generation}
             return status.world_size == world and now >= {w.pid for w in status.workers if w.rank is not None}
 
-        until(lambda: self.job.done() or stepped(), timeout, f"a step of {world} ranks; {self.cluster.status().reason}")
+        until(
+            lambda: self.job.done() or stepped(), timeout, lambda: f"a step of {world} ranks; {self.cluster.status()}"
+        )
         assert not self.job.done(), self.job.exception()
         return by_rank(self.cluster)
 
