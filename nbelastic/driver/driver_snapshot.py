@@ -40,7 +40,7 @@ class SavedJob(msgspec.Struct, frozen=True):
     """The newest job: a program, or a script.
 
     Of a script: the number of its last round, the number of each host's node, and how it ended (`over`). The next driver
-    starts its workers again.
+    starts its workers again. `external`: the external nodes of that round, with the identities of those on this machine.
     """
 
     name: str
@@ -48,6 +48,7 @@ class SavedJob(msgspec.Struct, frozen=True):
     script: tuple[agent_messages.Script, Terms] | None = None
     round: int = 0
     nodes: dict[str, int] = {}
+    external: dict[str, str] = {}
     over: EndJob | None = None
 
 

@@ -81,6 +81,8 @@ class ReceivedMessages:
             self._server.forget(peer)
             return
         if peer.startswith("node/"):
+            if self.takeover is not None:
+                self.takeover.add_node_event(message)
             self._scripts.receive(peer, message)
             return
         match message:

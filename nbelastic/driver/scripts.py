@@ -35,6 +35,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system import versions
+from nbelastic.system.process_identity import identity
 from nbelastic.system.processes import pid_namespace
 from nbelastic.transport.keys import Keys
 
@@ -99,7 +100,7 @@ class Scripts:
         self._post(sev.ScriptSubmitted(run.name, script.target, terms, number))
 
     def restart(self, run: JobRun, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
-        """Submit a script of the previous driver again, and kill its `nodes`, by host. External nodes connect again."""
+        """Submit a script of the previous driver again, and kill its `nodes`, by host. External nodes have left its round."""
         assert job.script is not None
         for host, numbers in nodes.items():
             for number in numbers:
@@ -204,7 +205,11 @@ class Scripts:
             )
             self._rounds[assignment.host] = message
             self._send(assignment.host, message)
-        self._snapshot_writer.update_job(round=command.round)
+        nodes = self._cluster().external_nodes
+        external = {
+            host: identity(nodes[host].pid) if nodes[host].is_local else "" for host in self._rounds if host in nodes
+        }
+        self._snapshot_writer.update_job(round=command.round, external=external)
 
     def _end_script(self, command: scmd.EndScript) -> None:
         run = self._run

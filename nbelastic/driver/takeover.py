@@ -10,8 +10,9 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import takeover
 from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver.driver_snapshot import DriverSnapshot
-from nbelastic.protocol import agent_messages, worker_messages
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 from nbelastic.system.process_identity import is_alive
@@ -22,13 +23,18 @@ AGENT_CHECK_INTERVAL = 0.25  # seconds between checks whether the agents' proces
 
 
 class TakeoverReports:
-    """Collects the reports of agents and workers until all have reported or the time is up. Lives in the driver's thread."""
+    """Collects the reports of agents and workers until all have reported or the time is up. Lives in the driver's thread.
+
+    The external nodes of a script's round have to leave it first. This driver kills the other nodes, which breaks the collectives
+    of those that are still inside; a torchrun without restarts would end for that.
+    """
 
     def __init__(self, saved: DriverSnapshot, silence: float) -> None:
         self._saved, self._timeout = saved, max(silence, MIN_TIMEOUT)
         self._complete = asyncio.Event()
         hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}
         self._missing_agents = hosts - hosts_with_queued_jobs(saved)
+        self._inside = _external_nodes_inside(saved)  # with their processes, if they are on this machine
         self._missing_workers: dict[str, set[WorkerId]] = {}  # by host, for agents that have reported
         self.agents: dict[str, agent_messages.AgentHello] = {}
         self.workers: dict[WorkerId, worker_messages.WorkerReport] = {}
@@ -55,21 +61,33 @@ class TakeoverReports:
             self._missing_agents.discard(host)
             self._check_complete()
 
+    def add_node_event(self, message: messages.Message | ev.Event) -> None:
+        """Take a message of a script's node: has it left its round?"""
+        if isinstance(message, sev.NodeReady | sev.NodeLeft):
+            self._inside.pop(message.host, None)
+            self._check_complete()
+
     def _check_complete(self) -> None:
-        if not self._missing_agents and not self._missing_workers:
+        if not (self._missing_agents or self._missing_workers or self._inside):
             self._complete.set()
 
     async def wait(self) -> None:
-        """Wait for all reports, or until the time is up. Agents whose processes have ended are not waited for."""
+        """Wait for all reports, or until the time is up. Agents and nodes whose processes have ended are not waited for."""
         begun = time.monotonic()
         while not self._complete.is_set() and time.monotonic() < begun + self._timeout:
             agents = self._saved.agents
             self._missing_agents -= {
                 host for host in self._missing_agents if agents[host].process and not is_alive(agents[host].process)
             }
+            self._inside = {host: process for host, process in self._inside.items() if not process or is_alive(process)}
             self._check_complete()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), AGENT_CHECK_INTERVAL)
+
+
+def _external_nodes_inside(saved: DriverSnapshot) -> dict[str, str]:
+    """The external nodes of the last round of a script that has not ended."""
+    return dict(saved.job.external) if saved.job is not None and saved.job.over is None else {}
 
 
 def hosts_with_queued_jobs(saved: DriverSnapshot) -> set[str]:

@@ -1,22 +1,26 @@
 """A new driver waits for the agents that its predecessor knew, and for their workers."""
 
 import asyncio
+import os
 from types import SimpleNamespace
 
 from nbelastic.core.state import HostPhase
+from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.system.process_identity import identity
 
 WORKERS = [WorkerId("a", 0, 1), WorkerId("a", 1, 1), WorkerId("b", 0, 1)]
 
 
-def reports_of_two_hosts(patience=30.0):
+def reports_of_two_hosts(patience=30.0, job=None):
     """Return the reports of a cluster with hosts a and b, whose agents have no process on this machine."""
     hosts = tuple(SimpleNamespace(spec=HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
     agents = {name: SimpleNamespace(process="", job="") for name in "ab"}
-    return TakeoverReports(SimpleNamespace(agents=agents, cluster=SimpleNamespace(hosts=hosts)), patience)
+    return TakeoverReports(SimpleNamespace(agents=agents, cluster=SimpleNamespace(hosts=hosts), job=job), patience)
 
 
 def hello(host):
@@ -62,3 +66,18 @@ def test_the_driver_does_not_wait_for_a_frozen_worker():
     reports.add(ev.WorkerFrozen(WORKERS[2], "stopped"))
     assert complete(reports)
     assert reports.frozen == [ev.WorkerFrozen(WORKERS[2], "stopped")]
+
+
+def test_the_driver_waits_until_terminals_have_left_a_scripts_round():
+    """A new driver waits for the torchruns of terminals in the last round: it kills the other nodes, whose end would fail them."""
+    job = SavedJob(
+        "job-1", round=2, external={"remote": "", "here": identity(os.getpid()), "ended": f"{os.getpid()}@1"}
+    )
+    reports = reports_of_two_hosts(job=job)
+    for message in (hello("a"), hello("b"), *(worker_messages.WorkerReport(w, 1) for w in WORKERS)):
+        reports.add(message)
+    assert not complete(reports)
+    reports.add_node_event(sev.NodeReady("remote", 2, "", "default", external=True))
+    assert not complete(reports)
+    reports.add_node_event(sev.NodeLeft("here", "it has ended"))
+    assert complete(reports)

@@ -18,6 +18,7 @@ import nbelastic as nbe
 from nbelastic.client import connection
 from nbelastic.protocol.local_clusters import SNAPSHOT_FILE, fingerprint
 from nbelastic.system.folder_paths import runs_folder
+from nbelastic.system.process_identity import identity
 from tests.process import programs
 from tests.process.kernel_process import AttachedScript, Kernel, attached, start_kernels
 from tests.process.script_training import MANY_STEPS, TRAIN, join_options, torchrun
@@ -211,7 +212,7 @@ def test_several_kernels_share_one_cluster(kept):
 
 
 def test_a_new_driver_restarts_a_script(kept):
-    """A new driver restarts a script from its checkpoint; the torchrun of a terminal takes part."""
+    """A new driver restarts a script from its checkpoint; a terminal's torchrun takes part, though it has no restart left."""
     kernel = kept(program="script", hosts="localhost:2", arguments={"max_restarts": 0})
     until(lambda: len({line["pid"] for line in kernel.steps()}) == 2, 30, "steps")
     kernel.kill_with_driver()
@@ -222,6 +223,7 @@ def test_a_new_driver_restarts_a_script(kept):
     options = join_options(cluster.connection_file(), "--max-restarts=0")
     with torchrun(*options, TRAIN, kernel.folder, MANY_STEPS) as external:
         training.wait_for_world(3)
+        assert list(kernel.snapshot.job.external.values()) == [identity(external.pid)], "the next driver waits for it"
         kernel.kill_with_driver()
         cluster = nbe.Cluster.attach(kernel.name)
         training = AttachedScript(cluster, cluster.job, kernel.folder)
