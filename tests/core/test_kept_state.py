@@ -39,6 +39,7 @@ def test_a_successor_whose_slot_backs_off_is_waited_for():
     """While the successor's slot is in back-off, one surplus worker lives until the world has formed."""
     story = kept(survivor("a", "b", "c:4", elastic_timeout=None))
     story.kill("a/0#2").kill("a/0#3")
+    assert "waiting for a/0 (in back-off" in story.answer().reason
     assert_trains_with_kept_state(story)
 
 
