@@ -106,6 +106,32 @@ def scale(cluster: ClusterState, low: int | None, high: int | None, keep_max: bo
     return ChangeRequest(f"scale to min {least}, {limit}", ev.Scaled(least, most, by), lambda _: "")
 
 
+def pause(cluster: ClusterState, by: str) -> ChangeRequest:
+    """Done when all ranks stand still. UsageError if there is no training, or if it ends or is resumed before."""
+    check_trains(cluster)
+    return ChangeRequest("pause", ev.PauseRequested(by), is_paused)
+
+
+def resume(cluster: ClusterState, by: str) -> ChangeRequest:
+    """Done at once. UsageError if there is no training."""
+    check_trains(cluster)
+    return ChangeRequest("resume", ev.ResumeRequested(by), lambda _: "")
+
+
+def check_trains(cluster: ClusterState) -> None:
+    """UsageError without a job that makes commits."""
+    if cluster.active is None:
+        what = "a script makes no commits" if cluster.present_job else "no job is running"
+        raise UsageError(f"{what}, so there is no commit to stop at.")
+
+
+def is_paused(cluster: ClusterState) -> str | None:
+    """The outcome of a pause."""
+    if not cluster.halt.paused_by:
+        raise UsageError("the training has ended, or was resumed, before it came to the next commit.")
+    return f"paused at commit {cluster.halt.commit}" if cluster.phase == "paused" else None
+
+
 def stop_job(cluster: ClusterState, by: str) -> ChangeRequest:
     """Done when the job has ended. UsageError if no job is running."""
     job = cluster.present_job
@@ -137,6 +163,10 @@ def parse(action: DashboardAction, cluster: ClusterState, by: str) -> ChangeRequ
             if not all(bound is None or type(bound) is int for bound in (low, high)):
                 raise UsageError("min and max must be whole numbers.")
             return scale(cluster, low, high, "max" not in rest, by)
+        case {"order": "pause"}:
+            return pause(cluster, by)
+        case {"order": "resume"}:
+            return resume(cluster, by)
         case {"order": "stop_job"}:
             return stop_job(cluster, by)
         case {"order": "stop"}:

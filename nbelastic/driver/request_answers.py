@@ -143,17 +143,14 @@ class RequestAnswers:
         self, request: r.ExecuteAtCommit | r.Pause | r.Resume | r.Step, future: Future[Any]
     ) -> None:
         """Halt the present job, or let it train on. A script makes no commits that the driver knows of."""
-        cluster = self._cluster()
-        if cluster.active is None:
-            what = "a script makes no commits" if cluster.present_job else "no job is running"
-            raise UsageError(f"{what}, so there is no commit to stop at.")
+        change_requests.check_trains(self._cluster())
         match request:
             case r.ExecuteAtCommit():
                 self._cells.execute_at_commit(request, future)
             case r.Pause(by=by):
-                self._pending.resolve_after(ev.PauseRequested(by), future, _is_paused)
+                self._pending.resolve_after(ev.PauseRequested(by), future, change_requests.is_paused)
             case r.Step(by=by, steps=steps):
-                self._pending.resolve_after(ev.StepsRequested(steps, by), future, _is_paused)
+                self._pending.resolve_after(ev.StepsRequested(steps, by), future, change_requests.is_paused)
             case r.Resume(by=by):
                 self._answer_after(ev.ResumeRequested(by), future)
 
@@ -220,13 +217,6 @@ class RequestAnswers:
                 run.forget_program()  # its file would take the disk space that the next try needs
             raise r.not_saved(job, self._settings.run_folder, error) from None
         self._pending.resolve(future, lambda cluster: _name_if_begun(cluster, run))
-
-
-def _is_paused(cluster: ClusterState) -> bool | None:
-    """True when all ranks stand still. UsageError if they never will."""
-    if not cluster.halt.paused_by:
-        raise UsageError("the training has ended, or was resumed, before it came to the next commit.")
-    return True if cluster.phase == "paused" else None
 
 
 def _name_if_begun(cluster: ClusterState, run: JobRun) -> str | None:

@@ -173,6 +173,14 @@ class Scale(Request, tag="scale", kw_only=True):
     max: int | None
 
 
+class PauseJob(Request, tag="pause"):
+    """Stop the training at its next commit, until `ResumeJob`."""
+
+
+class ResumeJob(Request, tag="resume"):
+    """Let the training go on."""
+
+
 class StopJob(Request, tag="stop_job"):
     """Stop the job that runs."""
 
@@ -181,7 +189,7 @@ class StopCluster(Request, tag="stop"):
     """Stop the cluster."""
 
 
-AnyRequest = AddHost | RemoveHost | RestartWorker | Scale | StopJob | StopCluster
+AnyRequest = AddHost | RemoveHost | RestartWorker | Scale | PauseJob | ResumeJob | StopJob | StopCluster
 
 
 class Query(Struct, tag_field="ask"):

@@ -76,6 +76,17 @@ def test_a_host_leaves_at_a_commit_or_after_a_second_click_at_once(view, clock):
     assert view.sent()[1:] == [{"order": "remove_host", "host": "gpu2", "now": True}]
 
 
+def test_a_training_is_paused_and_resumed_by_one_button(view):
+    """Its name says what it does. Without a training it is disabled."""
+    view.open(state())
+    button(view, "Pause").click()
+    view.patch(phase="paused")
+    button(view, "Resume").click()
+    assert view.sent() == [{"order": "pause"}, {"order": "resume"}]
+    view.patch(phase="waiting", outcome="stopped")
+    expect(button(view, "Pause")).to_be_disabled()
+
+
 @pytest.mark.parametrize(
     ("name", "sure", "order"),
     [("Stop job", "Really stop it?", "stop_job"), ("Stop cluster", "Really stop it?", "stop")],

@@ -82,6 +82,25 @@ def test_an_empty_max_removes_the_limit():
     assert parse_request(story, {"order": "scale", "min": 2})[0].event == ev.Scaled(2, 2, "dashboard")
 
 
+def test_a_training_is_paused_when_all_ranks_stand_still():
+    """A pause is refused without a training, and when the training is resumed before."""
+    story = Story("a:2", min=2).run()
+    request, done = parse_request(story, {"order": "pause"})
+    story.send(request.event)
+    assert done() is None
+    story.answer()
+    assert done() == "paused at commit 1"
+    resume, resumed = parse_request(story, {"order": "resume"})
+    story.send(resume.event)
+    assert resumed() == ""
+    with pytest.raises(UsageError, match="was resumed, before it came to the next commit"):
+        done()
+    story.stop_job().quiet(5.0)
+    for order in ("pause", "resume"):
+        with pytest.raises(UsageError, match="no job is running, so there is no commit to stop at"):
+            parse_request(story, {"order": order})
+
+
 def test_a_job_is_stopped_when_it_has_ended():
     """A stop request is done when the job has ended, and is refused without a job."""
     story = Story("a:1", min=1).run()

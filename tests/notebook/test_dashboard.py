@@ -69,7 +69,7 @@ def test_messages_have_the_types_of_the_contract(cluster, dashboard, replies):
         assert (sent.pop("reply"), sent.keys()) == (ask, answer.__annotations__.keys())
         msgspec.convert(sent, answer)
     tags = [request.__struct_config__.tag for request in get_args(contract.AnyRequest)]
-    assert tags == ["add_host", "remove_host", "restart", "scale", "stop_job", "stop"]
+    assert tags == ["add_host", "remove_host", "restart", "scale", "pause", "resume", "stop_job", "stop"]
 
 
 def test_only_the_last_events_are_sent_with_their_numbers(cluster, dashboard):
@@ -229,6 +229,8 @@ def test_an_unknown_query_is_answered_with_an_error(dashboard, replies):
         {"order": "remove_host", "host": "localhost", "now": False},
         {"order": "scale", "min": 1, "max": 2},
         {"order": "restart", "worker": "localhost/0#1"},
+        {"order": "pause"},
+        {"order": "resume"},
         {"order": "stop_job"},
         {"order": "stop"},
     ],

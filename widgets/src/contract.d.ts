@@ -156,6 +156,16 @@ export interface Scale extends Request {
   max: number | null;
 }
 
+/** Stop the training at its next commit, until `ResumeJob`. */
+export interface PauseJob extends Request {
+  order: "pause";
+}
+
+/** Let the training go on. */
+export interface ResumeJob extends Request {
+  order: "resume";
+}
+
 /** Stop the job that runs. */
 export interface StopJob extends Request {
   order: "stop_job";
@@ -267,7 +277,7 @@ export interface Refusal {
   error: string;
 }
 
-export type AnyRequest = AddHost | RemoveHost | RestartWorker | Scale | StopJob | StopCluster;
+export type AnyRequest = AddHost | RemoveHost | RestartWorker | Scale | PauseJob | ResumeJob | StopJob | StopCluster;
 
 export type AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | StacksQuery | TraceQuery;
 

@@ -1,8 +1,8 @@
-/** The controls of the cluster: add a host, scale, stop. */
+/** The controls of the cluster: add a host, scale, pause, stop. */
 /** @import { KeyFrame } from "./contract.js" */
 /** @import { RequestList } from "./request_list.js" */
 /** @import { Timers } from "./timers.js" */
-import { confirmedButton, element, setDisabled } from "./dom.js";
+import { confirmedButton, element, setDisabled, setText } from "./dom.js";
 
 export class Controls {
   constructor(/** @type {RequestList} */ requests, /** @type {Timers} */ timers) {
@@ -13,6 +13,10 @@ export class Controls {
     this.min = element("input", { type: "number", min: "1", required: "", size: "4" });
     this.max = element("input", { type: "number", min: "1", placeholder: "no limit", size: "4" });
     this.apply = this.makeSubmit("Apply");
+    this.pause = element("button", { type: "button", class: "nbe-button" }, "Pause");
+    this.pause.addEventListener("click", () => {
+      if (!this.pause.hasAttribute("aria-disabled")) this.sendPause();
+    });
     const stopJob = () => requests.send({ order: "stop_job" }, "stop the job");
     this.stopJob = confirmedButton(timers, "Stop job", "Really stop it?", stopJob);
     const stop = () => requests.send({ order: "stop" }, "stop the cluster");
@@ -22,9 +26,14 @@ export class Controls {
       { class: "nbe-controls", role: "group", "aria-label": "Controls" },
       this.makeHostForm(),
       this.makeScaleForm(),
-      element("div", { class: "nbe-bar" }, this.stopJob, this.stop),
+      element("div", { class: "nbe-bar" }, this.pause, this.stopJob, this.stop),
     );
-    this.edited = false;
+    this.edited = this.paused = false;
+  }
+
+  sendPause() {
+    if (this.paused) this.requests.send({ order: "resume" }, "resume");
+    else this.requests.send({ order: "pause" }, "pause");
   }
 
   makeHostForm() {
@@ -77,6 +86,9 @@ export class Controls {
     for (const field of [this.host, this.min, this.max]) field.disabled = locked;
     for (const node of [this.addHost, this.stop]) setDisabled(node, locked);
     setDisabled(this.apply, locked || !this.edited);
+    this.paused = state.phase === "paused";
+    setText(this.pause, this.paused ? "Resume" : "Pause");
+    setDisabled(this.pause, locked || state.generation === 0 || !state.job || state.outcome !== "");
     setDisabled(this.stopJob, locked || !state.job || state.outcome !== "");
   }
 }
