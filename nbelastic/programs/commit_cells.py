@@ -46,8 +46,8 @@ class CommitCells:
         """Run the cell. Its error ends nothing."""
         state, exact, begun = self._state, not cell.everywhere, world_collectives()
         random, mark, values = rng.get_states(), state._mark(exact=exact), state._plain_values()
-        with self._time_limit(cell), _no_commits(state), torch.enable_grad(), _names(state) as replaced:
-            result = cells.run_at_commit(self._session.worker, cell.number, cell.source)
+        with _no_commits(state), torch.enable_grad(), _names(state) as replaced:
+            result = self._run(cell)
         rng.set_states(random)
         notes = [f"{name} is a local variable of {of}, which keeps its own value" for name, of in replaced.items()]
         changed, begun = state._mark(exact=exact) != mark, world_collectives() - begun
@@ -61,6 +61,14 @@ class CommitCells:
                 notes.append("the cell has changed tensors of the state on some ranks only, so they are received again")
         stderr = "".join([result.stderr, *(f"nbelastic: {note}.\n" for note in notes)])
         return replace(result, stderr=stderr, begun=begun, changed=changed)
+
+    def _run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
+        worker = self._session.worker
+        try:
+            with self._time_limit(cell):
+                return cells.run_at_commit(worker, cell.number, cell.source)
+        except CellTimeoutError as error:  # it came after the cell's last line
+            return worker_messages.CellResult(worker, cell.number, "", "", str(error), str(error))
 
     def accept(self) -> None:
         """All ranks go on after the last cell: what it has changed belongs to the commit."""
@@ -78,8 +86,9 @@ class CommitCells:
     def _time_limit(self, cell: worker_messages.CommitCell) -> Iterator[None]:
         """Raise CellTimeoutError in the cell at its limit. A call that Python cannot interrupt is up to the driver."""
 
-        def end(_: int, __: FrameType | None) -> NoReturn:
-            raise CellTimeoutError(self._end_reason or f"a cell may run for {cell.limit:g} s at a commit")
+        def end(_: int, __: FrameType | None) -> None:
+            if self._running:  # else the cell has just ended
+                raise CellTimeoutError(self._end_reason or f"a cell may run for {cell.limit:g} s at a commit")
 
         before = signal.signal(signal.SIGALRM, end)
         self._running, self._end_reason = cell.number, ""
@@ -89,7 +98,8 @@ class CommitCells:
         finally:
             self._running = 0
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            # A late signal of `interrupt` would end the process by default.
+            signal.signal(signal.SIGALRM, signal.SIG_IGN if before is signal.SIG_DFL else before)
 
 
 @contextlib.contextmanager
