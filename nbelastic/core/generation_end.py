@@ -95,7 +95,7 @@ def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Comman
         return cluster
     job = replace(job, succeeded=job.succeeded | {w})
     cluster = with_worker(
-        replace(cluster, job=job, halt=replace(cluster.halt, cells=(), paused_by="")),
+        replace(cluster, job=job, halt=replace(cluster.halt, cells=(), paused_by="", steps_to=0)),
         replace(cluster.workers[w], state=WorkerState.SUCCEEDED),
     )
     match cluster.stage:

@@ -47,8 +47,13 @@ def cancel_cell(cluster: ClusterState, number: int, out: Commands) -> ClusterSta
 
 def pause(cluster: ClusterState, by: str, out: Commands) -> ClusterState:
     """Stop at the next commit, until `resume`."""
-    if cluster.active is None or cluster.halt.paused_by:
+    halt = cluster.halt
+    if cluster.active is None:
         return cluster
+    if halt.paused_by:  # a training that makes steps is asked to stop earlier
+        cluster = replace(cluster, halt=replace(halt, steps_to=0))
+        is_far = halt.steps_to and cluster.stage is Stage.HALTED and cluster.awaiting
+        return generation_end.cancel_next(cluster, out) if is_far else cluster
     out.append(cmd.Record("paused", f"the training was paused by {by}", generation=cluster.generation))
     return replace(cluster, halt=replace(cluster.halt, paused_by=by))
 
@@ -57,7 +62,7 @@ def resume(cluster: ClusterState, by: str, out: Commands) -> ClusterState:
     if not cluster.halt.paused_by:
         return cluster
     out.append(cmd.Record("resumed", f"the training was resumed by {by}", generation=cluster.generation))
-    return replace(cluster, halt=replace(cluster.halt, paused_by=""))
+    return replace(cluster, halt=replace(cluster.halt, paused_by="", steps_to=0))
 
 
 def run_steps(cluster: ClusterState, event: ev.StepsRequested, out: Commands) -> ClusterState:
@@ -65,9 +70,9 @@ def run_steps(cluster: ClusterState, event: ev.StepsRequested, out: Commands) ->
     halt = cluster.halt
     if not halt.paused_by:
         return pause(cluster, event.by, out)
-    if cluster.stage is not Stage.HALTED or cluster.awaiting or halt.cells:
+    if not cluster.stands_still:
         return cluster
-    return _halt_at(cluster, halt.commit + event.steps, out)
+    return replace(cluster, halt=replace(halt, steps_to=halt.commit + event.steps))
 
 
 # ---- from training to the halt, and back ----
@@ -107,7 +112,7 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """While the members stand still, or are about to: run the next cell, go on being paused, or train on."""
     halt, size = cluster.halt, len(cluster.members)
     if cluster.awaiting:
-        return with_reason(cluster, Reason("halting", of=size))
+        return _come_to_halt(cluster, out)
     if halt.running:
         return with_reason(cluster, Reason("in-cell", len(halt.running), size, cluster.generation, halt.commit))
     while cluster.halt.cells:
@@ -115,9 +120,26 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         if begun.halt.running:
             return progress(begun, now, out)
         cluster = begun
+    if halt.paused_by and halt.steps_to > halt.commit:
+        return progress(_halt_at(cluster, halt.steps_to, out), now, out)
     if halt.paused_by:
+        cluster = replace(cluster, halt=replace(cluster.halt, steps_to=0))
         return with_reason(cluster, Reason("paused", size, size, cluster.generation, halt.commit, text=halt.paused_by))
     return generation_end.cancel_next(cluster, out)
+
+
+def _come_to_halt(cluster: ClusterState, out: Commands) -> ClusterState:
+    """Not all members have come to the halt. All train on if it is not wanted any more, or if a cell wants an earlier one."""
+    halt = cluster.halt
+    if not is_wanted(cluster):
+        return generation_end.cancel_next(cluster, out)
+    if halt.commit != halt.steps_to:
+        return with_reason(cluster, Reason("halting", of=len(cluster.members)))
+    if not halt.cells:
+        reason = Reason("stepping", of=len(cluster.members), generation=cluster.generation, commit=halt.commit)
+        return with_reason(cluster, reason)
+    cluster = generation_end.cancel_next(cluster, out)
+    return replace(cluster, halt=replace(cluster.halt, steps_to=halt.steps_to))  # the steps go on after the cell
 
 
 def _begin_cell(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

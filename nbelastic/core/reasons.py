@@ -30,6 +30,7 @@ SENTENCES = MappingProxyType(
         "asked": "{done} of {of} have reported where they are",
         "agreed": "all leave generation {generation} at its commit {commit}",
         "halting": "{of} workers stop at the next commit",
+        "stepping": "{of} workers train on to commit {commit} of generation {generation}",
         "in-cell": "a cell runs on {done} of {of} workers, at commit {commit} of generation {generation}",
         "paused": "paused by {text} at commit {commit} of generation {generation}",
         "leaving": "{done} of {of} have left generation {generation} at the agreed commit",

@@ -33,7 +33,8 @@ def update(cluster: ClusterState, now: float) -> ClusterState:
     old, awaited = cluster.wait, len(cluster.awaiting)
     job = cluster.active
     is_over = job is None or bool(job.succeeded and cluster.awaiting <= job.asked_to_stop | job.succeeded)
-    if is_over or not awaited or cluster.stage not in WAITING_STAGES:
+    trains = cluster.stage is Stage.HALTED and awaited == len(cluster.members)  # as ever: no member waits for another
+    if is_over or not awaited or trains or cluster.stage not in WAITING_STAGES:
         return cluster if old is None else replace(cluster, wait=None)
     is_same_stage = old is not None and (old.stage, old.generation) == (cluster.stage, cluster.generation)
     if old is not None and is_same_stage and old.awaited == awaited:
@@ -97,7 +98,7 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
             return _postpone_change(cluster, now, out)
         case Stage.FORMING:
             return _form_without_late(cluster, wait, now, out)
-        case Stage.LEAVING | Stage.HALTED if len(cluster.awaiting) == len(cluster.members):
+        case Stage.LEAVING if len(cluster.awaiting) == len(cluster.members):
             why = f"no member has come to the agreed commit within {now - wait.since:.0f} s"
             return generation_end.break_generation(cluster, why, now, out)
         case _:
@@ -112,7 +113,7 @@ def _patience(cluster: ClusterState) -> float:
             return timeouts.ask_for(cluster.limits.silence)
         case Stage.FORMING:
             return timeouts.form_for(size)
-        case Stage.LEAVING | Stage.HALTED if len(cluster.awaiting) == size:  # they train; the step may be long
+        case Stage.LEAVING if len(cluster.awaiting) == size:  # they train; the step may be long
             return timeouts.step
         case _:
             return timeouts.recover

@@ -78,7 +78,8 @@ class Cells:
             if any(cell.number == number for cell in cluster.halt.cells):
                 return None
             if not run.ranks:
-                reason = f"there is no such rank: the world has {len(cluster.members)}" if cluster.active else JOB_ENDED
+                trains = cluster.active is not None and not cluster.active.succeeded
+                reason = f"there is no such rank: the world has {len(cluster.members)}" if trains else JOB_ENDED
                 raise UsageError(f"the cell did not run: {reason}.")
             return [run.output(w) for w in run.ranks]
 

@@ -130,7 +130,8 @@ def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
     endless = cluster.limits.elastic_timeout is None
     told = job.asked_to_stop | job.succeeded if job is not None else frozenset()  # their programs are about to end
     waits = job is not None and bool(cluster.awaiting - told) and cluster.stage is not Stage.RUNNING
-    if waits and deadline(cluster, now) == NEVER and not endless:
+    trains = cluster.stage is Stage.HALTED and len(cluster.awaiting) == len(cluster.members)  # to the halt
+    if waits and not trains and deadline(cluster, now) == NEVER and not endless:
         yield f"{cluster.stage} waits for {cluster.awaiting} without end"
     busy = cluster.timeout_paused_since is not None and not (
         cluster.members or cluster.newcomers

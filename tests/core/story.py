@@ -304,6 +304,6 @@ def with_stage(stage: Stage, **limits) -> Story:
         story.hear(ev.LeaveAcknowledged)
     if stage is Stage.HALTED:
         story.send(ev.CommitCellSubmitted(1))
-        story.hear(ev.LeaveAcknowledged)
+        story.hear(ev.LeaveAcknowledged).hear(ev.WorkerHalted, "a/0#1")
     assert story.cluster.stage is stage, story.reason
     return story

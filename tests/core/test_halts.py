@@ -183,6 +183,65 @@ def test_steps_run_before_the_next_pause():
     assert (story.cluster.phase, story.cluster.halt.commit) == ("paused", 7)
 
 
+def stepping(steps: int = 1000) -> Story:
+    """Three members that were paused make many steps, and come to no commit meanwhile."""
+    story = halted()
+    story.send(ev.StepsRequested(steps, "you"))
+    for name in MEMBERS:
+        story.fakes[wid(name)].steps = 5  # the fake made them all at once
+    return story
+
+
+def test_many_steps_take_as_long_as_they_take():
+    """No deadline ends them: each member trains. The reason says up to where."""
+    story = stepping()
+    story.wait(100_000.0)
+    assert story.reason == "3 workers train on to commit 1004 of generation 1"
+    assert story.cluster.resets == 0
+
+
+@pytest.mark.parametrize("request_", [ev.PauseRequested("you"), ev.ResumeRequested("you")])
+def test_a_pause_and_a_resume_end_steps_that_are_being_made(request_):
+    """They act at the next commit, and not after all the steps."""
+    story = stepping()
+    mark = story.mark()
+    story.send(request_)
+    story.answer()
+    assert story.commands(cmd.CancelLeave, mark)
+    assert [halt.commit < 100 for halt in story.commands(cmd.HaltAt, mark)] == [True] * story.cluster.stands_still
+    assert story.cluster.stands_still is isinstance(request_, ev.PauseRequested)
+
+
+def test_a_cell_during_steps_runs_at_the_next_commit():
+    """Then the steps go on, up to the same commit."""
+    story = stepping()
+    mark = story.mark()
+    cell(story)
+    story.answer()
+    assert [halt.commit for halt in story.commands(cmd.HaltAt, mark)] == [6, 1004]
+    assert len(story.commands(cmd.RunCommitCell, mark)) == 1
+    assert (story.cluster.phase, story.cluster.halt.commit) == ("paused", 1004)
+
+
+def test_steps_wait_for_the_cell_that_runs():
+    """They were not made when the request came: its client waits for them."""
+    story = cell(halted())
+    story.send(ev.StepsRequested(3, "you"))
+    assert story.cluster.halt.steps_to == 7
+    story.answer()
+    assert (story.cluster.phase, story.cluster.halt.commit, story.cluster.halt.steps_to) == ("paused", 7, 0)
+
+
+def test_a_halt_that_nobody_wants_any_more_is_cancelled():
+    """A program may come to no commit for hours; it trains on, without a break."""
+    story = cell(with_stage(Stage.RUNNING)).hear(ev.LeaveAcknowledged)
+    story.wait(100_000.0)
+    mark = story.mark()
+    story.send(ev.CommitCellCancelled(1))
+    assert story.commands(cmd.CancelLeave, mark)
+    assert (story.cluster.stage, story.cluster.resets) == (Stage.RUNNING, 0)
+
+
 def test_a_loss_during_a_pause_is_recovered_and_paused_again():
     """The next world makes one commit, and stands still."""
     story = halted(min=2)
