@@ -129,7 +129,8 @@ def is_paused(cluster: ClusterState) -> str | None:
     """The outcome of a pause."""
     if not cluster.halt.paused_by:
         raise UsageError("the training has ended, or was resumed, before it came to the next commit.")
-    return f"paused at commit {cluster.halt.commit}" if cluster.phase == "paused" else None
+    is_over = cluster.phase == "paused" and not cluster.halt.steps_to
+    return f"paused at commit {cluster.halt.commit}" if is_over else None
 
 
 def stop_job(cluster: ClusterState, by: str) -> ChangeRequest:

@@ -8,6 +8,7 @@ import re
 import sys
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -36,16 +37,24 @@ async def run(worker: WorkerId, cell: worker_messages.Cell) -> worker_messages.C
     return _result(worker, cell.number, output, error, traceback)
 
 
-def run_at_commit(worker: WorkerId, number: int, source: str) -> worker_messages.CellResult:
-    """Run the cell in the main thread, in the middle of a program. Also returns what it displays, and its last value."""
+def run_at_commit(
+    worker: WorkerId, number: int, source: str, limited: AbstractContextManager[None]
+) -> worker_messages.CellResult:
+    """Run the cell in the main thread, in the middle of a program. Also returns what it displays, and its last value.
+
+    `limited` may raise while the user's code runs inside it.
+    """
     shell, displays, value = get_ipython(), list[str](), list[str]()
     with _collected_output() as output, _collected_displays(shell, displays), _forgotten_results(shell):
         try:
-            with _collected_tracebacks(shell) as shown:
+            with _collected_tracebacks(shell) as shown, limited:
                 result = shell.run_cell(source, store_history=False)
+                bundle = () if result.result is None else shell.display_formatter.format(result.result)
             error, traceback = _error_of(result, shown)
-            if not error and result.result is not None:
-                value.append(_encoded(*shell.display_formatter.format(result.result)))
+            if not error and bundle and not bundle[0]:  # its __repr__ has raised
+                error = traceback = _COLOURS.sub("", "\n".join(shown)).strip()
+            elif not error and bundle:
+                value.append(_encoded(*bundle))
             result.result = None
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
             error = traceback = _in_one_line(failed)

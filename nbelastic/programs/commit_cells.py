@@ -7,13 +7,14 @@ The cell sees the names of the elastic function: its local variables, those of t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from IPython.core.getipython import get_ipython
@@ -27,6 +28,8 @@ from nbelastic.state.state import State
 from nbelastic.worker.process_group import world_collectives
 from nbelastic.worker.session import Session
 from nbelastic.worker.user_stack import user_frames
+
+UNSHARED = 3  # references to a frame's copy of its variables: by the frame, by a variable and by `getrefcount`
 
 
 class CellTimeoutError(Exception):
@@ -46,10 +49,9 @@ class CommitCells:
         """Run the cell. Its error ends nothing."""
         state, exact, begun = self._state, not cell.everywhere, world_collectives()
         random, mark, values = rng.get_states(), state._mark(exact=exact), state._plain_values()
-        with _no_commits(state), torch.enable_grad(), _names(state) as replaced:
-            result = self._run(cell)
+        with _no_commits(state), torch.enable_grad(), _names(state) as notes:
+            result = cells.run_at_commit(self._session.worker, cell.number, cell.source, self._time_limit(cell))
         rng.set_states(random)
-        notes = [f"{name} is a local variable of {of}, which keeps its own value" for name, of in replaced.items()]
         changed, begun = state._mark(exact=exact) != mark, world_collectives() - begun
         if cell.everywhere:
             self._accept = partial(state._cell_ended, on_all=True, changed=changed)
@@ -61,14 +63,6 @@ class CommitCells:
                 notes.append("the cell has changed tensors of the state on some ranks only, so they are received again")
         stderr = "".join([result.stderr, *(f"nbelastic: {note}.\n" for note in notes)])
         return replace(result, stderr=stderr, begun=begun, changed=changed)
-
-    def _run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
-        worker = self._session.worker
-        try:
-            with self._time_limit(cell):
-                return cells.run_at_commit(worker, cell.number, cell.source)
-        except CellTimeoutError as error:  # it came after the cell's last line
-            return worker_messages.CellResult(worker, cell.number, "", "", str(error), str(error))
 
     def accept(self) -> None:
         """All ranks go on after the last cell: what it has changed belongs to the commit."""
@@ -87,7 +81,8 @@ class CommitCells:
         """Raise CellTimeoutError in the cell at its limit. A call that Python cannot interrupt is up to the driver."""
 
         def end(_: int, __: FrameType | None) -> None:
-            if self._running:  # else the cell has just ended
+            if self._running:  # else the signal has come late, and must not end the program
+                self._running = 0
                 raise CellTimeoutError(self._end_reason or f"a cell may run for {cell.limit:g} s at a commit")
 
         before = signal.signal(signal.SIGALRM, end)
@@ -117,23 +112,44 @@ def _no_commits(state: State) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _names(state: State) -> Iterator[dict[str, str]]:
-    """Lend the program's names to the cell. Yields those local ones that it has replaced, and the functions they are of."""
-    shared, replaced = get_ipython().user_ns, dict[str, str]()
-    lent, owners = {"nbe": sys.modules["nbelastic"], **state._contents.values, "state": state}, dict[str, str]()
+def _names(state: State) -> Iterator[list[str]]:
+    """Lend the program's names to the cell, and set globals of the program that it replaces.
+
+    Yields a list. At the end it has a note on each other name that the cell has replaced.
+    """
+    shared, notes = get_ipython().user_ns, list[str]()
+    lent = {"nbe": sys.modules["nbelastic"], **state._contents.values, "state": state}
+    of_globals, owners = dict[str, dict[str, Any]](), dict[str, str]()  # by name
     for frame in user_frames():
         if frame.f_globals is not shared:
+            of_globals |= dict.fromkeys(frame.f_globals.keys() - shared.keys() - lent.keys(), frame.f_globals)
             lent = {**{name: value for name, value in frame.f_globals.items() if name not in shared}, **lent}
         if frame.f_locals is not frame.f_globals:
-            lent |= {name: value for name, value in frame.f_locals.items() if name.isidentifier()}
-            owners |= dict.fromkeys(frame.f_locals, frame.f_code.co_name)
+            variables = _local_variables(frame)
+            lent |= variables
+            owners |= dict.fromkeys(variables, frame.f_code.co_name)
     before = {name: shared[name] for name in lent if name in shared}
     shared.update(lent)
     try:
-        yield replaced
+        yield notes
     finally:
         for name, value in lent.items():
-            if shared.get(name) is not value and name in owners:
-                replaced[name] = f"{owners[name]}()"
+            if shared.get(name) is value:
+                pass
+            elif name in owners:
+                notes.append(f"{name} is a local variable of {owners[name]}(), which keeps its own value")
+            elif name in state._contents.values:
+                notes.append(f"{name} is a value of the state, which keeps it: set state.{name}")
+            elif name in of_globals and name in shared:
+                of_globals[name][name] = shared[name]
             shared.pop(name, None)
         shared.update(before)
+
+
+def _local_variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a function. Before Python 3.13 the frame keeps a copy of them, which would live as long as it."""
+    found = frame.f_locals
+    variables = {name: value for name, value in found.items() if name.isidentifier()}
+    if isinstance(found, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(found) == UNSHARED:
+        found.clear()  # else the program has called `locals()`, and uses the same dictionary
+    return variables

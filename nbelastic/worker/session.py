@@ -288,7 +288,7 @@ class Session:
             case worker_messages.CommitCell(generation=generation) if cells and generation == self._protocol.generation:
                 cells.accept()
                 self.link.send(cells.run(news))
-            case worker_messages.Leave(commit=worker_messages.Leave.STAY) if cells:
+            case worker_messages.Leave(commit=worker_messages.Leave.STAY) | worker_messages.Halt() if cells:
                 cells.accept()
 
     def check(self, where: torch.device) -> None:

@@ -87,6 +87,50 @@ def test_a_cell_is_interrupted_at_its_limit_or_when_nobody_waits_for_it(training
     assert len(values(run(training, "state.step", timeout=10.0))) == 3
 
 
+def test_a_time_limit_ends_a_cell_and_never_the_program(training):
+    """It does not count for what nbelastic does after the cell, and a signal that comes late has no effect."""
+    outputs = run(training, "import sys, time\nsys.stdout.flush = lambda: time.sleep(0.4)", limit=0.2)
+    assert [one.error for one in outputs] == [None] * 3
+    for worker in training.cluster.workers:
+        os.kill(worker.pid, signal.SIGALRM)
+    assert len(values(run(training, "state.step"))) == 3
+
+
+def test_a_cell_keeps_no_variable_of_the_program_alive(training, tmp_path):
+    """Else a batch and the tensors of its step would fill the GPU's memory for the rest of the training."""
+    watch = f"while seen() is not None: nap(0.01)\n    open('{tmp_path}/gone-%d' % nbe_rank, 'w')"
+    run(
+        training,
+        f"import threading, weakref\nfrom time import sleep as nap\nseen, nbe_rank = weakref.ref(loss), nbe.rank()\ndef watch():\n    {watch}\n"
+        "threading.Thread(target=watch, daemon=True).start()",
+    )
+    until(lambda: len([*tmp_path.glob("gone-*")]) == 3, what="the loss of that step to be freed")
+
+
+def test_a_global_of_the_program_that_a_cell_sets_is_set_in_the_program(training):
+    """A value of the state is set by `state.name`, which is said."""
+    outputs = run(training, "PAUSE = 0.002\nstep = 7")
+    assert all(
+        one.stderr == "nbelastic: step is a value of the state, which keeps it: set state.step.\n" for one in outputs
+    )
+    assert values(run(training, "any_rank_finds.__globals__['PAUSE']")) == ["0.002"] * 3
+
+
+def test_an_object_that_cannot_be_shown_is_an_error_of_the_cell(training):
+    """Its `__repr__` has raised."""
+    outputs = run(training, "class Odd:\n    def __repr__(self): raise ValueError('odd')\nOdd()")
+    assert all("ValueError: odd" in one.error for one in outputs)
+
+
+def test_steps_after_a_cell_that_has_changed_the_state_are_as_any_others(training):
+    """The change belongs to the commit, and not to the steps: else each later commit would copy all tensors."""
+    training.cluster.pause()
+    run(training, "with __import__('torch').no_grad(): model[0].weight.mul_(0.5)")
+    training.cluster.step(2)
+    assert values(run(training, "state._steps.copying")) == ["''"] * 3
+    training.cluster.resume()
+
+
 @pytest.mark.parametrize("breaks", [1])
 def test_collectives_of_a_cell_need_all_ranks(training):
     """With all ranks they work. One that the others cannot answer costs the cell's limit, and no step."""
