@@ -26,6 +26,6 @@ class Halt(Struct, frozen=True):
     commit: int = 0  # of this generation, at which the members stop
     running: frozenset[WorkerId] = frozenset()  # members that run the first cell
     ended: dict[
-        WorkerId, tuple[int, bool]
-    ] = {}  # members that have run it: collectives that it began, whether the state changed
+        WorkerId, tuple[int, str]
+    ] = {}  # members that have run it: collectives that it began, and a hash of what it changed
     until: float = NEVER  # when the world breaks if the cell has not ended

@@ -173,9 +173,11 @@ def _unequal(halt: Halt, size: int) -> str:
     begun = [begun for begun, _ in halt.ended.values()]
     if len({*begun} | others) > 1:
         return "a cell began a collective that not all ranks take part in"
-    changed = sum(changed for _, changed in halt.ended.values())
-    if 0 < changed < size:
-        return f"a cell changed the training state on {changed} of {size} ranks, which receive it again"
+    changes = [changed for _, changed in halt.ended.values() if changed]
+    if 0 < len(changes) < size:
+        return f"a cell changed the training state on {len(changes)} of {size} ranks, which receive it again"
+    if len({*changes}) > 1:
+        return "a cell changed the training state differently on the ranks, which receive it again"
     return ""
 
 

@@ -7,12 +7,12 @@ The cell sees the names of the elastic function: its local variables, those of t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,15 +20,18 @@ import torch
 from IPython.core.getipython import get_ipython
 from msgspec.structs import replace
 
-from nbelastic.errors import UsageError
+from nbelastic.errors import StateError, UsageError
 from nbelastic.programs import cells
 from nbelastic.protocol import worker_messages
 from nbelastic.state import rng
 from nbelastic.state.state import State
+from nbelastic.state.tensor_snapshot import hashes
+from nbelastic.state.transfer import to_bytes
 from nbelastic.worker.process_group import world_collectives
 from nbelastic.worker.session import Session
 from nbelastic.worker.user_stack import user_frames
 
+SOME_RANKS = "was set on some ranks only, so it keeps its value"
 UNSHARED = 3  # references to a frame's copy of its variables: by the frame, by a variable and by `getrefcount`
 
 
@@ -41,34 +44,38 @@ class CommitCells:
 
     def __init__(self, session: Session, state: State) -> None:
         self._session, self._state = session, state
-        self._accept: Callable[[], None] | None = None  # makes what the last cell has changed a part of the commit
+        self._unaccepted = 0  # generation whose last cell may have changed the state on all ranks
         self._running = 0  # number of the cell that runs; 0: none
         self._end_reason = ""  # why it is interrupted
 
     def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
         """Run the cell. Its error ends nothing."""
-        state, exact, begun = self._state, not cell.everywhere, world_collectives()
-        random, mark, values = rng.get_states(), state._mark(exact=exact), state._plain_values()
+        state, begun = self._state, world_collectives()
+        exact = not cell.everywhere or state._is_quickly_hashed()
+        random, mark, before = rng.get_states(), state._mark(exact=exact), state._small_values()
         with _no_commits(state), torch.enable_grad(), _names(state) as notes:
             result = cells.run_at_commit(self._session.worker, cell.number, cell.source, self._time_limit(cell))
         rng.set_states(random)
-        changed, begun = state._mark(exact=exact) != mark, world_collectives() - begun
-        if cell.everywhere:
-            self._accept = partial(state._cell_ended, on_all=True, changed=changed)
-        else:
-            kept = state._restore_plain(values)
-            notes += [f"state.{name} was set on some ranks only, so it keeps its value" for name in kept]
-            state._cell_ended(on_all=False, changed=changed)
-            if changed:
-                notes.append("the cell has changed tensors of the state on some ranks only, so they are received again")
+        has_changed, begun = state._mark(exact=exact) != mark, world_collectives() - begun
+        values, error = _changed_values(state, before)
+        state._cell_ended(accepted=False, changed=has_changed)
+        if error or not cell.everywhere:
+            state._set_small_values({name: before[name] for name in values})
+            notes += [error] if error else [f"state.{name} {SOME_RANKS}" for name in values]
+            values = {}
+        if has_changed and not cell.everywhere:
+            notes.append("the cell has changed tensors of the state on some ranks only, so they are received again")
+        self._unaccepted = cell.generation if cell.everywhere else 0
+        changed = _hash(values, state._equal_tensors()) if has_changed or values else ""
         stderr = "".join([result.stderr, *(f"nbelastic: {note}.\n" for note in notes)])
         return replace(result, stderr=stderr, begun=begun, changed=changed)
 
     def accept(self) -> None:
         """All ranks go on after the last cell: what it has changed belongs to the commit."""
-        accept, self._accept = self._accept, None
-        if accept is not None:
-            accept()
+        generation, self._unaccepted = self._unaccepted, 0
+        formation = self._session.formation
+        if formation is not None and formation.generation == generation:
+            self._state._cell_ended(accepted=True, changed=False)
 
     def interrupt(self, number: int) -> None:
         """In any thread: interrupt this cell, if it runs."""
@@ -95,6 +102,20 @@ class CommitCells:
             signal.setitimer(signal.ITIMER_REAL, 0)
             # A late signal of `interrupt` would end the process by default.
             signal.signal(signal.SIGALRM, signal.SIG_IGN if before is signal.SIG_DFL else before)
+
+
+def _changed_values(state: State, before: dict[str, Any]) -> tuple[dict[str, bytes], str]:
+    """The values that a cell has set, by name; or the names of all, and why the state cannot keep what it has set."""
+    try:
+        after = state._small_values()
+        pairs = {name: (bytes(to_bytes(before[name])), bytes(to_bytes(after[name]))) for name in before}
+    except StateError as error:
+        return dict.fromkeys(before, b""), f"the state keeps its values: {str(error).rstrip('.')}"
+    return {name: new for name, (old, new) in pairs.items() if old != new}, ""
+
+
+def _hash(values: dict[str, bytes], tensors: list[torch.Tensor]) -> str:
+    return hashlib.sha256(repr((sorted(values.items()), hashes(tensors))).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -303,12 +303,12 @@ class WorkerHalted(Event):
 
 
 class CommitCellEnded(Event):
-    """Driver → core: the worker has run this cell. It has begun so many collectives, and `changed` the model's tensors."""
+    """Driver → core: the worker has run this cell, which has begun so many collectives. `changed`: see `CellResult`."""
 
     worker: WorkerId
     number: int
     begun: int = 0
-    changed: bool = False
+    changed: str = ""
 
 
 class WorkerRaised(Event):

@@ -111,7 +111,7 @@ class CellResult(Message):
     """Worker → driver: what cell `number` has printed, and its error, as one line and with traceback; empty without one.
 
     `displays`: MIME bundles as JSON: what the cell has displayed, and its last value. Of a cell at a commit also: how many
-    collectives it has `begun`, and whether it has `changed` the model's tensors.
+    collectives it has `begun`, and a hash of what it has `changed` in the state (empty: nothing), equal on all ranks that agree.
     """
 
     worker: WorkerId
@@ -122,7 +122,7 @@ class CellResult(Message):
     traceback: str
     displays: tuple[str, ...] = ()
     begun: int = 0
-    changed: bool = False
+    changed: str = ""
 
 
 class FetchCall(Message):

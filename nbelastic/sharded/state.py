@@ -311,7 +311,7 @@ class ShardedState(State):
         record = tree_map_only(torch.Tensor, torch.Tensor.cpu, record)  # the receivers have other GPUs
         return to_bytes({**record, "token": token, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)})
 
-    def _cell_ended(self, *, on_all: bool, changed: bool) -> None:  # noqa: ARG002
+    def _cell_ended(self, *, accepted: bool, changed: bool) -> None:  # noqa: ARG002
         """What the cell has `changed` belongs to the next commit: of this one there are copies already."""
         self._live_commit = None if changed else self._live_commit
 

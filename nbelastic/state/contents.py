@@ -96,7 +96,7 @@ class Contents:
             value = self.values[name]
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(frozen(new))
-            elif isinstance(value, torch.Tensor) and shape_of(value) == shape_of(new):
+            elif isinstance(value, torch.Tensor) and _is_like(value, new):
                 with torch.no_grad():  # in place: an optimizer may hold this tensor
                     value.copy_(new)
             else:
@@ -128,3 +128,7 @@ class Contents:
             optimizers.regroup(self.values[name], contents, self.names)
             optimizers.set_contents(self.values[name], contents)
         self.set_small(received["small"])
+
+
+def _is_like(tensor: torch.Tensor, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and shape_of(tensor) == shape_of(value)

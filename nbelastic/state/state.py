@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nbelastic.errors import StateError, UsageError
 from nbelastic.state import checkpoints
 from nbelastic.state.checkpoints import Saving
-from nbelastic.state.checks import check, only_numbers
+from nbelastic.state.checks import check, frozen_value, only_numbers
 from nbelastic.state.commit_record import CommitRecord
 from nbelastic.state.contents import LARGE, Contents
+from nbelastic.state.optimizers import set_settings, settings
 from nbelastic.state.step_watch import StepWatch
 from nbelastic.state.tensor_snapshot import TensorSnapshot, hashes, versions
 from nbelastic.state.transfer import (
@@ -31,6 +33,8 @@ from nbelastic.state.transfer import (
 )
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
+
+QUICKLY_HASHED = 1 << 26  # bytes; a CPU takes 0.02 s
 
 
 class State:
@@ -243,22 +247,30 @@ class State:
     def _large(self) -> list[torch.Tensor]:
         return [*self._contents.large(), *(tensor for _, _, tensor in self._contents.buffers())]
 
-    def _plain_values(self) -> dict[str, Any]:
-        """The values that are plain data, by name."""
-        return {name: value for name, value in self._contents.values.items() if not hasattr(value, "state_dict")}
+    def _is_quickly_hashed(self) -> bool:
+        size: int = sum(tensor.nbytes for tensor in self._large())
+        return size <= QUICKLY_HASHED or self._device().type != "cpu"
 
-    def _restore_plain(self, values: dict[str, Any]) -> list[str]:
-        """Set the plain values to these; returns the names of those that were others."""
-        changed = [name for name, value in values.items() if self._contents.values[name] is not value]
-        self._contents.values.update(values)
-        return changed
+    def _small_values(self) -> dict[str, Any]:
+        """Copies of the values beside large tensors, by name; of an optimizer: its options. StateError if one cannot be kept."""
+        contents = self._contents
+        small = {name: frozen_value(name, value) for name, value in contents.small().items()}
+        return small | {name: settings(one) for name, one in contents.named(torch.optim.Optimizer).items()}
 
-    def _cell_ended(self, *, on_all: bool, changed: bool) -> None:
-        """A cell has run on all ranks, so that the present values are those of the commit; or on some.
+    def _set_small_values(self, values: dict[str, Any]) -> None:
+        """The inverse of `_small_values`, for some of the names."""
+        options = {name: one for name, one in self._contents.named(torch.optim.Optimizer).items() if name in values}
+        for name, optimizer in options.items():
+            set_settings(optimizer, values[name])
+        self._contents.set_small({name: value for name, value in values.items() if name not in options})
 
-        `changed`: it has changed large tensors. Then those of some ranks are not those of the commit any more.
-        """
-        if on_all:
+    def _equal_tensors(self) -> list[torch.Tensor]:
+        """The large tensors of which each rank has the same."""
+        return [tensor for tensor in self._contents.large() if not isinstance(tensor, DTensor)]
+
+    def _cell_ended(self, *, accepted: bool, changed: bool) -> None:
+        """A cell has run, and has `changed` large tensors. `accepted`: on all ranks, so that the commit has the present values."""
+        if accepted:
             self._steps.clear()
             self._record_commit()
         elif changed:

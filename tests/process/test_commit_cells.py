@@ -70,6 +70,40 @@ def test_a_state_that_a_cell_has_changed_on_one_rank_is_received_again(training,
     assert len({*values(run(training, "model[0].weight.sum().item(), state.step"))}) == 1
 
 
+ON_ONE = "if nbe.rank() == 1: "
+EACH_ITS_OWN = (
+    "model[0].reset_parameters()",
+    "model[0].weight.data.normal_()",
+    f"{ON_ONE}model[0].weight.data.zero_()",
+    f"{ON_ONE}optimizer.param_groups[0]['lr'] = 0.5",
+)
+
+
+@pytest.mark.parametrize("breaks", [1])
+@pytest.mark.parametrize("change", EACH_ITS_OWN)
+def test_a_cell_on_all_ranks_that_changes_the_state_differently_leaves_no_difference(training, change):
+    """Each rank draws its own random numbers, and a cell may ask for its rank."""
+    run(training, change)
+    until(lambda: training.cluster.status().generation == 2)
+    sums = "[(p.sum().item(), optimizer.param_groups[0]['lr']) for p in model.parameters()]"
+    assert len({*values(run(training, sums))}) == 1
+
+
+def test_all_ranks_keep_the_values_of_the_state_that_a_cell_sets_on_some(training):
+    """Also a learning rate. A rank that trained with its own would have other weights from then on."""
+    (output,) = run(training, "optimizer.param_groups[0]['lr'] = 0.5", ranks=[1])
+    assert output.stderr == "nbelastic: state.optimizer was set on some ranks only, so it keeps its value.\n"
+    assert values(run(training, "optimizer.param_groups[0]['lr']")) == ["0.01"] * 3
+    run(training, "optimizer.param_groups[0]['lr'] = 0.5")
+    assert values(run(training, "optimizer.param_groups[0]['lr']")) == ["0.5"] * 3
+
+
+def test_a_value_that_the_state_cannot_keep_ends_nothing(training):
+    """The state keeps the value that it had, and stderr says why."""
+    outputs = run(training, "state.step = loss * 1")
+    assert all("keeps its values: step holds a tensor that autograd still needs" in one.stderr for one in outputs)
+
+
 def test_an_error_of_a_cell_ends_nothing(training):
     """It is shown with its line. A local name that the cell replaces keeps its value, which is said."""
     outputs = run(training, "loss = None\nraise ValueError('mine')")
