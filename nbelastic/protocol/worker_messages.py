@@ -34,7 +34,9 @@ class WorkerReport(Message):
     generation: int = 0  # the present one; 0: none
     rank: int = 0
     size: int = 0  # members of the present generation
-    formed: bool = False  # the process group of the present generation is built, and it was not asked to leave it
+    formed: bool = (
+        False  # the process group of the present generation is built, and it was not asked to leave it; not in a cell
+    )
     highest_generation: int = 0  # that it has received in a message
     has_promised: bool = False  # it stops at a commit, because it was asked to leave
     commit: int = 0  # commits since the job's beginning

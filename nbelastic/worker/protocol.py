@@ -97,6 +97,7 @@ class Protocol:
         self.pause_at: int | None = None  # the commit at which to wait for the leave point
         self.halt_at: int | None = None  # the commit at which to stand still, and to report that
         self.leave_at: int | None = None  # the leave point
+        self.is_in_cell = False  # a cell runs, or the driver has not judged yet whether all can train on after it
         self.removed: tuple[int, ...] = ()  # ranks that end after the leave point
         self._aborted = 0  # the newest generation that was aborted
         self._dropped: set[int] = set()  # generations that were prepared and never formed
@@ -132,6 +133,7 @@ class Protocol:
         """Begin a program: drop what belongs to the last one."""
         self.job, self.left, self.generation, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
         self.pause_at = self.leave_at = self.halt_at = None
+        self.is_in_cell = False
         self.quit = self._quit_of(job)
         self.telemetry = Telemetry()
         self.facts.is_beginning = False
@@ -155,6 +157,7 @@ class Protocol:
         match news:
             case Formation(generation=generation) if generation > self.left and not self.is_over(generation):
                 self.commits, self.pause_at, self.leave_at, self.halt_at = 0, None, None, None
+                self.is_in_cell = False
                 self.facts.last_event = None
                 return news
             case Formation(generation=generation) | worker_messages.Abort(generation=generation):
@@ -216,8 +219,10 @@ class Protocol:
             case worker_messages.Halt(generation=generation, commit=commit):
                 if generation == self.generation:
                     self.pause_at = self.halt_at = commit
+                    self.is_in_cell = False
                 return [Post(message)]
-            case worker_messages.CommitCell():
+            case worker_messages.CommitCell(generation=generation):
+                self.is_in_cell = generation == self.generation
                 return [Post(message)]
             case messages.Rehome():
                 return [Perform(message), Post(message)]
@@ -239,6 +244,7 @@ class Protocol:
                 return [Send(ev.LeaveAcknowledged(self.worker, message.generation, self.commits, message.ask))]
             case worker_messages.Leave.STAY:
                 self.pause_at = self.leave_at = self.halt_at = None
+                self.is_in_cell = False
             case commit:
                 self.pause_at, self.leave_at, self.removed = None, commit, message.removed
         return []
@@ -271,7 +277,8 @@ class Protocol:
             self.generation,
             self.rank,
             formation.world_size if formation is not None else 0,
-            facts.is_formed and formation is not None and not self.is_over(formation.generation),
+            # A new driver does not know the cell: it breaks the world, so that all ranks have one state again.
+            facts.is_formed and formation is not None and not (self.is_over(formation.generation) or self.is_in_cell),
             newest,
             self.has_promised,
             self.total,

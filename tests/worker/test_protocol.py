@@ -350,6 +350,19 @@ def test_the_report_shows_what_was_acknowledged_and_what_is_over(worker):
     )
 
 
+@pytest.mark.parametrize(
+    "end", [worker_messages.Leave(GENERATION, worker_messages.Leave.STAY), worker_messages.Halt(GENERATION, 9)]
+)
+def test_a_new_driver_does_not_continue_a_world_in_which_a_cell_runs(worker, end):
+    """The cell may have changed one rank only, and no driver has compared the ranks."""
+    worker.receive(worker_messages.Halt(GENERATION, 3))
+    assert worker.report(1, "").formed
+    worker.receive(worker_messages.CommitCell(GENERATION, 1, "pass", 30.0, everywhere=True))
+    assert not worker.report(1, "").formed
+    worker.receive(end)
+    assert worker.report(1, "").formed
+
+
 @pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
 def test_the_report_shows_why_a_program_stops(worker, own, stopped):
     """The report has the reason, unless the program was to end with its own error."""
