@@ -29,7 +29,7 @@ class World:
         self.groups = [Double().create(store, rank, SIZE, timedelta(minutes=5)) for rank in range(SIZE)]
         self.is_over = False
         with ThreadPoolExecutor(SIZE) as threads:
-            list(threads.map(Double().connect, self.groups))
+            list(threads.map(lambda group: Double().connect(group, lambda: None), self.groups))
         for group in self.groups:
             distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(SIZE)}
 
