@@ -115,9 +115,10 @@ def _die_in_refill(file: Path) -> None:
     exchange = refill.exchange
 
     def dying(*args: Any) -> None:
-        if file.exists() and file.read_text() == str(nbe.rank()):
-            file.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError):  # also if another rank removes it just now
+            if file.read_text() == str(nbe.rank()):
+                file.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
         exchange(*args)
 
     refill.exchange = dying

@@ -58,7 +58,8 @@ def test_workers_and_sick_gpus(make, write_gpus):
     until(lambda: len([w for w in cluster.workers if w.state == "ready"]) == 3, 30)
     assert sorted(seen(cluster).values()) == ["GPU-a", "GPU-b", "GPU-c"]
     first, second = [w for w in cluster.workers if w.host == "localhost"]
-    write_gpus(GPU_a={"pids": [first.pid]}, GPU_b={"pids": [second.pid]}, GPU_c={"pids": [first.pid]})
+    own = seen(cluster)[first.id]
+    write_gpus(**{gpu: {"pids": [first.pid if gpu == own else second.pid]} for gpu in ("GPU-a", "GPU-b", "GPU-c")})
     os.kill(first.pid, signal.SIGKILL)
     (late,) = until(lambda: [w for w in cluster.workers if w.host == "localhost" and w.id not in (first.id, second.id)])
     assert late.pid == 0, "it is started on a GPU of which the dead worker still holds memory"
