@@ -189,9 +189,8 @@ class DriverLink:
 
     def _use(self, driver: Connection) -> None:
         self.connection = self.newest = driver
-        self._poll_discovery(
-            driver
-        )  # before `use`: if the driver dies, another thread then uses and polls for the next one
+        # Before `use`: if the driver dies, another thread then uses and polls for the next one.
+        self._poll_discovery(driver)
         driver.use(self.handle_change, partial(self._replace, driver))
         self.handle_change()
 

@@ -41,6 +41,14 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     return leave_halt(cluster)
 
 
+def ask_for_commits(cluster: ClusterState, out: Commands) -> ClusterState:
+    """Ask the members for their commits. They stop at the next one until the driver has decided."""
+    number = cluster.ask_number + 1
+    out.append(cmd.AskLeave(cluster.generation, cluster.members, number))
+    cluster = replace(cluster, stage=Stage.ASKED, awaiting=cluster.member_set)
+    return replace(cluster, ask_number=number, acknowledged_commits=())
+
+
 def leave_halt(cluster: ClusterState) -> ClusterState:
     """The members do not stand still together any more. A cell that runs is over; later ones wait for the next halt."""
     halt = cluster.halt

@@ -25,7 +25,5 @@ class Halt(Struct, frozen=True):
     asked: bool = False  # the members were asked for their commits in order to halt, not to leave
     commit: int = 0  # of this generation, at which the members stop
     running: frozenset[WorkerId] = frozenset()  # members that run the first cell
-    ended: dict[
-        WorkerId, tuple[int, str]
-    ] = {}  # members that have run it: collectives that it began, and a hash of what it changed
+    ended: dict[WorkerId, tuple[int, str]] = {}  # who has run it: collectives that it began, a hash of what it changed
     until: float = NEVER  # when the world breaks if the cell has not ended

@@ -80,10 +80,8 @@ def run_steps(cluster: ClusterState, event: ev.StepsRequested, out: Commands) ->
 
 def ask(cluster: ClusterState, out: Commands) -> ClusterState:
     """Ask the members for their commits. They stop at the next one, which lasts until all have answered."""
-    number = cluster.ask_number + 1
-    cluster = replace(cluster, stage=Stage.ASKED, awaiting=cluster.member_set, ask_number=number)
-    cluster = replace(cluster, acknowledged_commits=(), halt=replace(cluster.halt, asked=True))
-    out.append(cmd.AskLeave(cluster.generation, cluster.members, number))
+    cluster = generation_end.ask_for_commits(cluster, out)
+    cluster = replace(cluster, halt=replace(cluster.halt, asked=True))
     return with_reason(cluster, Reason("halting", of=len(cluster.members)))
 
 

@@ -189,9 +189,7 @@ def _ask_to_leave(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     prepared = cluster.next_formation
     if prepared is not None and not _fits(cluster, prepared):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
-    cluster = replace(cluster, stage=Stage.ASKED, awaiting=cluster.member_set)
-    cluster = replace(cluster, ask_number=cluster.ask_number + 1, acknowledged_commits=())
-    out.append(cmd.AskLeave(cluster.generation, cluster.members, cluster.ask_number))
+    cluster = generation_end.ask_for_commits(cluster, out)
     return with_reason(cluster, Reason("asking", of=len(cluster.members)))
 
 

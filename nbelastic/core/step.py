@@ -147,9 +147,14 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return setup_cells.setup_ended(cluster, event, now, out)
         case ev.WorkerReady():
             return worker_events.worker_ready(cluster, event, now, out)
-        case ev.WorkerFormed() | ev.LeaveAcknowledged() | ev.WorkerRaised() | ev.WorkerSucceeded() | ev.StoreOffered():
-            return worker_events.member_event(cluster, event, now, out)
-        case ev.WorkerHalted():
+        case (
+            ev.WorkerFormed()
+            | ev.LeaveAcknowledged()
+            | ev.WorkerHalted()
+            | ev.WorkerRaised()
+            | ev.WorkerSucceeded()
+            | ev.StoreOffered()
+        ):
             return worker_events.member_event(cluster, event, now, out)
         case ev.CommitCellEnded():
             return halts.cell_ended(cluster, event, now, out)

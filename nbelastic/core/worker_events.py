@@ -94,9 +94,8 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
             out.append(cmd.AbortWorld(last, (w,), "this generation is over"))
         case Stage.FORMING if not has_left and w in cluster.awaiting and cluster.formation:  # it did not receive this
             out.append(replace(cluster.formation, to=(w,)))
-        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED | Stage.HALTED if (
-            has_left
-        ):  # no message asked it to leave
+        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED | Stage.HALTED if has_left:
+            # no message asked it to leave
             return _suspect(cluster, w, "its program left the elastic loop without being asked", now)
     return cluster
 

@@ -93,9 +93,8 @@ class Cells:
 
     def run_at_commit(self, command: cmd.RunCommitCell, members: Sequence[WorkerId]) -> None:
         """The members stand still: run this cell on those of the command, and post its ends."""
-        run = self._at_commit.get(
-            command.number, _AtCommit("")
-        )  # else no client waits for it, and its cancellation follows
+        # If no client waits for it any more, its cancellation follows.
+        run = self._at_commit.get(command.number, _AtCommit(""))
         run.ranks = {w: members.index(w) for w in command.workers}
         cell = worker_messages.CommitCell(
             command.generation, command.number, run.source, command.limit, command.everywhere

@@ -91,11 +91,11 @@ class RequestAnswers:
                     self._answer_after(ev.JobStopRequested(present, f"stopped by {by}"), future)
                 else:
                     future.set_result(True)
-            case r.ExecuteAtCommit() | r.Pause() | r.Resume() | r.Step():
+            case r.ExecuteAtCommit() | r.Pause() | r.Step():
                 self._answer_about_halts(request, future)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
                 self._answer_about_cells(request, future)
-            case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.DashboardAction():
+            case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Resume() | r.DashboardAction():
                 self._answer_about_changes(request, future)
             case r.ShowStacks(timeout=timeout):
                 cluster = self._cluster()
@@ -139,10 +139,8 @@ class RequestAnswers:
                     raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
                 self._answer_after(ev.SetupCleared(key), future)
 
-    def _answer_about_halts(
-        self, request: r.ExecuteAtCommit | r.Pause | r.Resume | r.Step, future: Future[Any]
-    ) -> None:
-        """Halt the present job, or let it train on. A script makes no commits that the driver knows of."""
+    def _answer_about_halts(self, request: r.ExecuteAtCommit | r.Pause | r.Step, future: Future[Any]) -> None:
+        """Answer when the cell has ended, or all ranks stand still. A script makes no commits that the driver knows of."""
         change_requests.check_trains(self._cluster())
         match request:
             case r.ExecuteAtCommit():
@@ -151,11 +149,11 @@ class RequestAnswers:
                 self._pending.resolve_after(ev.PauseRequested(by), future, change_requests.is_paused)
             case r.Step(by=by, steps=steps):
                 self._pending.resolve_after(ev.StepsRequested(steps, by), future, change_requests.is_paused)
-            case r.Resume(by=by):
-                self._answer_after(ev.ResumeRequested(by), future)
 
     def _answer_about_changes(
-        self, request: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.DashboardAction, future: Future[Any]
+        self,
+        request: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Resume | r.DashboardAction,
+        future: Future[Any],
     ) -> None:
         cluster = self._cluster()
         match request:
@@ -167,6 +165,8 @@ class RequestAnswers:
                 change = change_requests.scale(cluster, low, high, True, by)
             case r.Restart(worker=worker, by=by):
                 change = change_requests.restart_worker(cluster, worker, by)
+            case r.Resume(by=by):
+                change = change_requests.resume(cluster, by)
             case r.DashboardAction(by=by):
                 shown, record, pending = self._telemetry.requests, self._record, self._pending
                 change_requests.request_by_button(

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 class ChangeMagics(Magics):  # type: ignore[misc]  # IPython carries no types here
     """The part of `ElasticMagics` that changes clusters and pauses jobs."""
 
+    cluster: Cluster | None = None  # the notebook's present or last one
+
     def _cluster(self) -> Cluster:
-        """The notebook's cluster. UsageError if there is none."""
-        raise NotImplementedError
+        if self.cluster is None:
+            raise UsageError("no cluster is running: start one with %elastic_start.")
+        return self.cluster
 
     # ---- hosts and workers ----
 

@@ -55,7 +55,6 @@ class ElasticMagics(ChangeMagics):
     ) -> None:
         super().__init__(shell)
         self.create, self.attach = create, attach
-        self.cluster: Cluster | None = None
         self.dashboard: Dashboard | None = None
         self._matcher = completion(self._parser, self._known_values)
 
@@ -324,11 +323,6 @@ class ElasticMagics(ChangeMagics):
                 self.cluster.close()
             else:
                 self.cluster.stop()
-
-    def _cluster(self) -> Cluster:
-        if self.cluster is None:
-            raise UsageError("no cluster is running: start one with %elastic_start.")
-        return self.cluster
 
     def _job(self) -> Job:
         job = self._cluster().job

@@ -76,20 +76,20 @@ class _Loop:
         self._session = session
         self._state = state
         self._own_error: BaseException | None = None
+        self.commit_cells = CommitCells(session, state)
 
     def run(self, call: Callable[[], R]) -> R:
         try:
             self._state.begin(self._session)
             self._warm_up()
             self._session.holder = self
-            self._session.commit_cells = CommitCells(self._session, self._state)
             return self._loop(call)
         except JobStoppedError:
             self._state.undo()  # in the middle of a step, buffers and counters belong to no commit
             self._write_final_checkpoint()
             raise
         finally:
-            self._session.holder = self._session.commit_cells = None
+            self._session.holder = None
             self._state.end()
 
     def _warm_up(self) -> None:

@@ -34,9 +34,7 @@ class WorkerReport(Message):
     generation: int = 0  # the present one; 0: none
     rank: int = 0
     size: int = 0  # members of the present generation
-    formed: bool = (
-        False  # the process group of the present generation is built, and it was not asked to leave it; not in a cell
-    )
+    formed: bool = False  # the present generation's group is built, it was not asked to leave it, and it is in no cell
     highest_generation: int = 0  # that it has received in a message
     has_promised: bool = False  # it stops at a commit, because it was asked to leave
     commit: int = 0  # commits since the job's beginning
@@ -249,8 +247,9 @@ class DropGroup(Message):
 class Leave(Message):
     """Driver → member: leave this generation at `commit`.
 
-    `commit` None: report your commit with `LeaveAcknowledged`, and stop at the next one. `STAY`: do not leave, and do not stand still. `ask`: the
-    number of the request, which the answer repeats. `removed`: the ranks that will not be in the next generation.
+    `commit` None: report your commit with `LeaveAcknowledged`, and stop at the next one. `STAY`: train on; do not leave, and
+    do not stand still. `ask`: the number of the request, which the answer repeats. `removed`: the ranks that will not be in
+    the next generation.
     """
 
     STAY: ClassVar[int] = -1

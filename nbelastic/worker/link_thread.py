@@ -42,8 +42,25 @@ OFFER_AT = 2  # commits of a generation after which the next generation's store 
 HUNG_TEXT = b"nbelastic: stuck in an aborted collective; this worker ends and is replaced\n"
 
 
+class CommitCells(Protocol):
+    """Runs cells at commits."""
+
+    def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
+        """Run the cell in the main thread."""
+
+    def accept(self) -> None:
+        """All ranks go on after the last cell: what it has changed belongs to the commit."""
+
+    def interrupt(self, number: int) -> None:
+        """In any thread: interrupt this cell, if it runs."""
+
+
 class StateHolder(Protocol):
     """The part of this process that has the training state: the elastic loop."""
+
+    @property
+    def commit_cells(self) -> CommitCells:
+        """What runs cells at commits."""
 
     @property
     def position(self) -> tuple[int, bool]:
@@ -60,19 +77,6 @@ class StateHolder(Protocol):
 
     def load_kept_state(self, folder: Path, commit: int) -> None:
         """Load the state that another worker wrote there. StateError if it is not this commit, or not complete."""
-
-
-class CommitCells(Protocol):
-    """Runs cells at commits."""
-
-    def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
-        """Run the cell in the main thread."""
-
-    def accept(self) -> None:
-        """All ranks go on after the last cell: what it has changed belongs to the commit."""
-
-    def interrupt(self, number: int) -> None:
-        """In any thread: interrupt this cell, if it runs."""
 
 
 class LinkThread:
@@ -103,8 +107,7 @@ class LinkThread:
             heartbeat=self._heartbeat,
         )
         self.hang = HangResponse(self._worker, self.link.send, self._end_hung, self._discard_kept)
-        # The main thread sets the next five.
-        self.commit_cells: CommitCells | None = None  # while an elastic function runs
+        # The main thread sets the next four.
         self.holder: StateHolder | None = None  # while an elastic function runs
         self.run: Callable[[messages.Message], object] | None = None  # takes programs and cells
         self.result_value = b""  # of the newest program, for a driver that fetches it
@@ -165,8 +168,8 @@ class LinkThread:
                 task = partial(holder.write_kept_state, folder) if keep and holder is not None else None
                 self.hang.answer(task, self._protocol.job, time.monotonic())
             case worker_messages.InterruptCell(number=number):
-                if self.commit_cells is not None:
-                    self.commit_cells.interrupt(number)
+                if self.holder is not None:
+                    self.holder.commit_cells.interrupt(number)
             case worker_messages.AllowPeers(addresses=addresses):
                 self._groups.next.expect(addresses)
 

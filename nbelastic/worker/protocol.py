@@ -132,8 +132,7 @@ class Protocol:
     def begin(self, job: str) -> None:
         """Begin a program: drop what belongs to the last one."""
         self.job, self.left, self.generation, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
-        self.pause_at = self.leave_at = self.halt_at = None
-        self.is_in_cell = False
+        self._forget_promises()
         self.quit = self._quit_of(job)
         self.telemetry = Telemetry()
         self.facts.is_beginning = False
@@ -156,8 +155,8 @@ class Protocol:
         """Called while the worker waits for a world: returns its formation, if `news` is one that is not over."""
         match news:
             case Formation(generation=generation) if generation > self.left and not self.is_over(generation):
-                self.commits, self.pause_at, self.leave_at, self.halt_at = 0, None, None, None
-                self.is_in_cell = False
+                self.commits = 0
+                self._forget_promises()
                 self.facts.last_event = None
                 return news
             case Formation(generation=generation) | worker_messages.Abort(generation=generation):
@@ -243,11 +242,15 @@ class Protocol:
                 self.pause_at = self.commits + 1
                 return [Send(ev.LeaveAcknowledged(self.worker, message.generation, self.commits, message.ask))]
             case worker_messages.Leave.STAY:
-                self.pause_at = self.leave_at = self.halt_at = None
-                self.is_in_cell = False
+                self._forget_promises()
             case commit:
                 self.pause_at, self.leave_at, self.removed = None, commit, message.removed
         return []
+
+    def _forget_promises(self) -> None:
+        """Train on: neither leave nor stand still."""
+        self.pause_at = self.leave_at = self.halt_at = None
+        self.is_in_cell = False
 
     def program_ended(self, result: worker_messages.ProgramResult) -> None:
         """Send the result with the next tick, after the program's output."""

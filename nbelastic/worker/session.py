@@ -29,7 +29,7 @@ from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import REPEAT, may_be_collective
 from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.interrupts import WorldAborted, WorldLeft
-from nbelastic.worker.link_thread import OFFER_AT, CommitCells, LinkThread, StateHolder
+from nbelastic.worker.link_thread import OFFER_AT, LinkThread, StateHolder
 from nbelastic.worker.output_buffer import OutputBuffer
 from nbelastic.worker.process_group import Offer, world_collectives
 from nbelastic.worker.warm_up import WarmUp
@@ -87,15 +87,6 @@ class Session:
     @holder.setter
     def holder(self, holder: StateHolder | None) -> None:
         self._link_thread.holder = holder
-
-    @property
-    def commit_cells(self) -> CommitCells | None:
-        """What runs cells at commits, while an elastic loop runs."""
-        return self._link_thread.commit_cells
-
-    @commit_cells.setter
-    def commit_cells(self, commit_cells: CommitCells | None) -> None:
-        self._link_thread.commit_cells = commit_cells
 
     @property
     def facts(self) -> WorkerFacts:
@@ -277,7 +268,7 @@ class Session:
             self._inbox.attention = machine.has_promised or not self._inbox.is_empty()
 
     def _handle(self, news: protocol.News | None) -> None:
-        cells = self.commit_cells
+        cells = self.holder.commit_cells if self.holder is not None else None
         match news:
             case Formation():
                 self._formation_read = news
