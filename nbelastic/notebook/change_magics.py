@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
-from IPython.core.magic import Magics, magics_class
+from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
+from nbelastic.notebook.cluster_magics import ClusterMagics
 from nbelastic.notebook.magic_arguments import argument, magic
-
-if TYPE_CHECKING:
-    from nbelastic.client.cluster import Cluster
 
 
 @magics_class
-class ChangeMagics(Magics):  # type: ignore[misc]  # IPython carries no types here
+class ChangeMagics(ClusterMagics):
     """The part of `ElasticMagics` that changes clusters and pauses jobs."""
-
-    cluster: Cluster | None = None  # the notebook's present or last one
-
-    def _cluster(self) -> Cluster:
-        if self.cluster is None:
-            raise UsageError("no cluster is running: start one with %elastic_start.")
-        return self.cluster
 
     # ---- hosts and workers ----
 

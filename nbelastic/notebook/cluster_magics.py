@@ -1,0 +1,51 @@
+"""What all classes of magics share: the notebook's cluster, its job and its dashboard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from IPython.core.magic import Magics
+from IPython.display import display
+
+from nbelastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbelastic.client.cluster import Cluster
+    from nbelastic.client.job import Job
+    from nbelastic.notebook.dashboard import Dashboard
+
+
+class ClusterMagics(Magics):  # type: ignore[misc]  # IPython carries no types here
+    """The base of each class of magics."""
+
+    cluster: Cluster | None = None  # the notebook's present or last one
+    dashboard: Dashboard | None = None
+
+    def _cluster(self) -> Cluster:
+        if self.cluster is None:
+            raise UsageError("no cluster is running: start one with %elastic_start.")
+        return self.cluster
+
+    def _job(self) -> Job:
+        job = self._cluster().job
+        if job is None:
+            raise UsageError("no job has run yet: start one with %%elastic_run.")
+        return job
+
+    def _show_dashboard(self) -> None:
+        """Show the dashboard, always the same widget: one stream of updates serves all its views."""
+        from nbelastic.notebook.dashboard import Dashboard
+
+        if self.dashboard is None:
+            self.dashboard = Dashboard(self._cluster())
+        display(self.dashboard)
+
+    def _close_dashboard(self) -> None:
+        """Close the last cluster's dashboard, else its subscription, thread and events last as long as the kernel."""
+        dashboard, self.dashboard = self.dashboard, None
+        if dashboard is not None:
+            dashboard.close()
+
+    def _check_variable(self, name: str | None) -> None:
+        if name is not None and not name.isidentifier():
+            raise UsageError(f"{name!r} is not a valid variable name.")

@@ -1,0 +1,76 @@
+"""The magics that run a program on the workers, and wait for it."""
+
+from __future__ import annotations
+
+from argparse import REMAINDER, Namespace
+from typing import TYPE_CHECKING
+
+from IPython.core.magic import magics_class
+
+from nbelastic.errors import UsageError
+from nbelastic.notebook.cell_output import short_syntax_errors
+from nbelastic.notebook.cluster_magics import ClusterMagics
+from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.script_arguments import SCRIPT_OPTIONS, script_options
+
+if TYPE_CHECKING:
+    from nbelastic.client.job import Job
+
+
+@magics_class
+class RunMagics(ClusterMagics):
+    """The part of `ElasticMagics` that runs cells and scripts as jobs."""
+
+    @magic(
+        "line_cell",
+        argument("--job", dest="job_variable", metavar="VARIABLE", help="variable that gets the Job"),
+        argument("--wait", action="store_true", help="return when the job has ended"),
+        argument("--timeout", type=float, metavar="S", help="wait for at most S seconds"),
+        argument(
+            "--checkpoint",
+            metavar="FOLDER",
+            help="for a cell: start from the newest checkpoint in this folder, and save there",
+        ),
+        argument("--checkpoint-every", type=int, metavar="N", help="for a cell: commits between two checkpoints (100)"),
+        argument("--checkpoint-keep", type=int, metavar="K", help="for a cell: how many checkpoints are kept (3)"),
+        *SCRIPT_OPTIONS,
+        argument(
+            "script", nargs=REMAINDER, metavar="SCRIPT", help="instead of a cell: a torchrun script and its arguments"
+        ),
+    )
+    def elastic_run(self, options: Namespace, cell: str | None) -> Job:
+        """Train: %%elastic_run runs its cell as the program of every worker, %elastic_run runs a torchrun script.
+
+        Returns a Job at once.
+        """
+        self._check_variable(options.job_variable)
+        checkpoints = {name: value for name, value in vars(options).items() if name.startswith("checkpoint")}
+        script = script_options(options)
+        if cell is None:
+            if not options.script:
+                raise UsageError("name a script, or write %%elastic_run above a cell.")
+            if any(value is not None for value in checkpoints.values()):
+                raise UsageError("--checkpoint options need a cell: a script saves its own checkpoints.")
+            job = self._cluster().run_script(*options.script, **script)
+        elif options.script or script:
+            raise UsageError("a script and its options cannot be combined with a cell: write %elastic_run.")
+        else:
+            with short_syntax_errors():
+                job = self._cluster().run_cell(cell, **checkpoints)
+        if options.job_variable:
+            self.shell.user_ns[options.job_variable] = job
+        if options.wait or options.timeout is not None:
+            job.result(timeout=options.timeout)
+        return job
+
+    @magic(
+        "line",
+        argument("--world", type=int, metavar="N", help="wait until N workers are in one world"),
+        argument("--timeout", type=float, metavar="S", help="give up after S seconds and report what is missing"),
+    )
+    def elastic_wait(self, options: Namespace) -> None:
+        """Wait until the job has ended or, with --world, until a world of that size runs."""
+        if options.world is None:
+            self._job().result(timeout=options.timeout)
+        else:
+            self._cluster().wait(options.world, **({} if options.timeout is None else {"timeout": options.timeout}))

@@ -1,0 +1,65 @@
+"""The magics that show what a cluster does and change nothing."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from IPython.core.magic import magics_class
+
+from nbelastic.errors import UsageError
+from nbelastic.notebook.cluster_magics import ClusterMagics
+from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.stack_groups import group_equal_stacks, group_title
+
+if TYPE_CHECKING:
+    from nbelastic.notebook.status_text import StatusView
+
+
+@magics_class
+class ViewMagics(ClusterMagics):
+    """The part of `ElasticMagics` that shows status, logs, stacks and the timeline."""
+
+    @magic("line")
+    def elastic_status(self, _: Namespace) -> StatusView:
+        """Show hosts, workers and the job as they are now."""
+        from nbelastic.notebook.status_text import StatusView
+
+        return StatusView(self._cluster().status())
+
+    @magic(
+        "line",
+        argument("rank", nargs="?", type=int, metavar="RANK", help="the rank to read (default: all)"),
+        argument("--worker", metavar="WORKER", help="the worker to read, as in localhost/0#1"),
+        argument("--tail", type=int, default=100, metavar="N", help="print the last N lines (100)"),
+    )
+    def elastic_logs(self, options: Namespace) -> None:
+        """Print what the workers of the current or last job have printed."""
+        print(self._job().logs(rank=options.rank, worker=options.worker, tail=options.tail).rstrip("\n"))
+
+    @magic(
+        "line",
+        argument("rank", nargs="?", type=int, metavar="RANK", help="the rank to show (default: all workers)"),
+        argument("--timeout", type=float, default=2.0, metavar="S", help="how many seconds to wait for answers (2)"),
+    )
+    def elastic_stacks(self, options: Namespace) -> None:
+        """Print where every worker is right now: its Python stack. It shows why a training hangs."""
+        stacks = self._cluster().stacks(timeout=options.timeout)
+        if options.rank is not None:
+            stacks = [stack for stack in stacks if stack.rank == options.rank]
+            if not stacks:
+                raise UsageError(f"there is no rank {options.rank} now.")
+        for group in group_equal_stacks(stacks):
+            print(group_title(group), group[0].text, sep="\n")
+
+    @magic("line", argument("file", metavar="FILE", help="file to write, for example trace.json"))
+    def elastic_trace(self, options: Namespace) -> None:
+        """Write the event log as a timeline (Chrome trace JSON), which Perfetto and chrome://tracing open."""
+        path = Path(options.file).expanduser()
+        try:
+            path.write_text(json.dumps(self._cluster().trace()), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+        print(f"{path} has been written: open it at ui.perfetto.dev or chrome://tracing.")
