@@ -62,7 +62,7 @@ class ChangeMagics(ClusterMagics):
         ),
     )
     def elastic_pause(self, options: Namespace) -> None:
-        """Stop the training at its next commit, until %elastic_resume. %%elastic --at-commit runs cells there."""
+        """Stop the training at its next commit, until %elastic_resume. %%elastic_px --at-commit runs cells there."""
         cluster = self._cluster()
         cluster.pause(timeout=options.timeout, by="%elastic_pause")
         print(cluster.status().reason)

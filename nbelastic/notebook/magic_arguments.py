@@ -85,7 +85,7 @@ def split_pair(flag: str, text: str) -> tuple[str, str]:
 
 def show_in_one_line(error: KeyboardInterrupt) -> None:
     """Have IPython show the interrupt without a traceback."""
-    text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."
+    text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic_dashboard shows it."
     vars(error)["_render_traceback_"] = lambda: [text]
 
 

@@ -19,7 +19,7 @@ def guard_px(shell: Any, present_job: Callable[[], str]) -> None:
         job = present_job()
         if job:
             raise UsageError(
-                f"{job} is running, and %px would wait for its end: write %%elastic --at-commit above the cell."
+                f"{job} is running, and %px would wait for its end: write %%elastic_px --at-commit above the cell."
             )
         return execute(*args, **kwargs)
 

@@ -106,7 +106,7 @@ class StartMagics(ClusterMagics):
         """Close the last cluster before another start, or leave it before an attach. UsageError if it runs."""
         if self.cluster is not None:
             if self.cluster.status().phase != "finished":
-                raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
+                raise UsageError("a cluster is running already: %elastic_dashboard shows it, %elastic_stop ends it.")
             if self.cluster.died and attach:
                 self.cluster.detach()
             elif self.cluster.died:

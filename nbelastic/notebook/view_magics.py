@@ -23,6 +23,11 @@ class ViewMagics(ClusterMagics):
     """The part of `ElasticMagics` that shows status, logs, stacks and the timeline."""
 
     @magic("line")
+    def elastic_dashboard(self, _: Namespace) -> None:
+        """Show the dashboard, as often as you like: all views show the same."""
+        self._show_dashboard()
+
+    @magic("line")
     def elastic_status(self, _: Namespace) -> StatusView:
         """Show hosts, workers and the job as they are now."""
         from nbelastic.notebook.status_text import StatusView

@@ -46,7 +46,7 @@ def test_start_without_waiting_and_without_a_dashboard(ip, magics):
 
 def test_a_second_cluster_is_refused_until_the_first_has_finished(ip, magics, cluster, capsys):
     """Starting twice prints what to do; after %elastic_stop a new one starts; stopping twice is fine."""
-    message = "UsageError: a cluster is running already: %elastic shows it, %elastic_stop ends it."
+    message = "UsageError: a cluster is running already: %elastic_dashboard shows it, %elastic_stop ends it."
     assert output_of(ip, capsys, "%elastic_start") == message
     assert output_of(ip, capsys, "%elastic_stop\n%elastic_stop") == ""
     assert output_of(ip, capsys, "%elastic_start --no-dashboard") == ""
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_cluster(ip, magics, cluster, capsys):
     """An interrupted wait shows one line, and the next magic works."""
     cluster.raises = KeyboardInterrupt()
     shown = output_of(ip, capsys, "%elastic_wait --world 4")
-    assert shown == "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."
+    assert shown == "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic_dashboard shows it."
     cluster.raises = None
     assert output_of(ip, capsys, "%elastic_wait --world 4 --timeout 3") == ""
     assert cluster.calls[-1] == ("wait", 4, 3.0)

@@ -173,7 +173,7 @@ def test_only_a_cell_between_jobs_may_await(ip, magics, cluster, capsys):
 
 def test_setup_cells_have_keys(ip, magics, cluster, capsys, monkeypatch):
     """The given key, or the notebook's id of the cell. Setup cells are listed and cleared by their keys."""
-    output_of(ip, capsys, "%%elastic --setup imports\n\nimport x\nimport y\n")
+    output_of(ip, capsys, "%%elastic_setup imports\n\nimport x\nimport y\n")
     parent = {"header": {}, "metadata": {"cellId": "0b2e"}}
     monkeypatch.setattr(ip, "get_parent", lambda: parent, raising=False)
     output_of(ip, capsys, "%%elastic --setup\nz = 1\n")
@@ -187,10 +187,35 @@ def test_setup_cells_have_keys(ip, magics, cluster, capsys, monkeypatch):
     assert output_of(ip, capsys, "%elastic_setup") == ""
 
 
+def test_old_and_new_names_do_the_same(ip, magics, cluster, capsys):
+    """%%elastic_px is %%elastic, %%elastic_setup is %%elastic --setup, and %elastic_dashboard is %elastic."""
+    for cell in ("%%elastic --timeout 3\nx", "%%elastic_px --timeout 3\nx"):
+        output_of(ip, capsys, cell)
+    for cell in ("%%elastic --setup key\nx", "%%elastic_px --setup key\nx", "%%elastic_setup key\nx"):
+        output_of(ip, capsys, cell)
+    calls = [call for call in cluster.calls if call[0] == "execute"]
+    assert calls == [("execute", "x\n", False, None, 3.0)] * 2 + [("execute", "x\n", True, "key", None)] * 3
+    before = len(ip.displayed)
+    output_of(ip, capsys, "%elastic\n%elastic_dashboard")
+    assert ip.displayed[before] == ip.displayed[before + 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("%elastic_setup key", "KEY and --timeout need a cell: write %%elastic_setup above it."),
+        ("%%elastic_setup --clear\nx", "--clear needs no cell: write %elastic_setup --clear."),
+    ],
+)
+def test_a_setup_line_and_a_setup_cell_have_their_own_options(ip, magics, cluster, capsys, line, text):
+    """One line says what to write instead."""
+    assert output_of(ip, capsys, line) == f"UsageError: {text}"
+
+
 def test_setup_needs_a_cell(ip, magics, cluster, capsys):
     """%elastic --setup is a typing error for %%elastic --setup, and the message says so."""
     shown = output_of(ip, capsys, "%elastic --setup")
-    assert shown == "UsageError: --setup, --at-commit and --timeout need a cell: write %%elastic above it."
+    assert shown == "UsageError: options need a cell: write %%elastic_px above it."
 
 
 # ---- cells at a commit ----
@@ -229,7 +254,7 @@ def test_an_error_of_a_cell_at_a_commit_names_its_ranks(ip, magics, cluster, cap
     [
         (
             "%elastic --at-commit",
-            "UsageError: --setup, --at-commit and --timeout need a cell: write %%elastic above it.",
+            "UsageError: options need a cell: write %%elastic_px above it.",
         ),
         ("%%elastic --rank 0\nx", "UsageError: --rank and --limit need --at-commit."),
         (
