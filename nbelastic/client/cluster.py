@@ -30,7 +30,7 @@ from nbelastic.protocol import requests
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.host_sources import HostDiscovery
 from nbelastic.protocol.local_clusters import ClusterInfo, clusters, find_run_folder
-from nbelastic.protocol.requests import CellOutput, CommitOutput
+from nbelastic.protocol.requests import CellOutput, CommitOutput, Piece
 from nbelastic.system.argument_types import WHOLE, check_kind
 
 
@@ -234,7 +234,13 @@ class Cluster(ClusterView):
 
     @overload
     def execute(
-        self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None
+        self,
+        source: str,
+        *,
+        setup: bool = False,
+        key: str | None = None,
+        timeout: float | None = None,
+        on_output: Callable[[list[Piece]], object] | None = None,
     ) -> list[CellOutput]: ...
 
     @overload
@@ -258,10 +264,12 @@ class Cluster(ClusterView):
         at_commit: bool = False,
         ranks: Sequence[int] = (),
         limit: float = 30.0,
+        on_output: Callable[[list[Piece]], object] | None = None,
     ) -> list[CellOutput] | list[CommitOutput]:
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its program.
 
-        Returns a list of (worker, stdout, stderr, error); the error is the remote traceback, or None. A setup cell is kept if
+        Returns a list of (worker, stdout, stderr, error); the error is the remote traceback, or None. While the cell runs,
+        `on_output(pieces)` is called ten times per second with what it has just printed and displayed: a list of `Piece`s. Ctrl-C, and the end of `timeout`, interrupt the cell on the workers, which stay. A setup cell is kept if
         it succeeds on a worker. It replaces the one with the same `key` or, without a key, the same source. A worker on which
         it fails takes part in no job until the cell is corrected or cleared. UsageError while a job or another setup cell runs.
 
@@ -273,6 +281,8 @@ class Cluster(ClusterView):
         if at_commit:
             if setup or key is not None:
                 raise UsageError("a setup cell runs between jobs, not at a commit: leave out setup and key.")
+            if on_output is not None:
+                raise UsageError("at a commit the output comes at the end: leave out on_output.")
             check_cell(source, awaits=False)
             run: requests.AnyRequest = requests.ExecuteAtCommit(source, check_ranks(ranks), check_limit(limit))
             commit_outputs: list[CommitOutput] = self._link.ask(run, timeout, "the cell to end", cancel=True)
@@ -281,7 +291,9 @@ class Cluster(ClusterView):
         digest = hashlib.sha256(source.encode()).hexdigest()
         run = requests.ExecuteSetup(key or f"cell-{digest[:8]}", source) if setup else requests.Execute(source)
         # A setup cell is not cancelled by a timeout: it is kept if it succeeds later.
-        outputs: list[CellOutput] = self._link.ask(run, timeout, "the cell to end", cancel=not setup)
+        outputs: list[CellOutput] = self._link.ask(
+            run, timeout, "the cell to end", cancel=not setup, on_pieces=on_output
+        )
         return outputs
 
     def pause(self, timeout: float | None = 60.0, by: str = "you") -> None:

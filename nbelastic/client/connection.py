@@ -75,7 +75,7 @@ class Connection:
         self._events: tuple[deque[EventRecord], int] = deque(maxlen=EVENTS_IN_MEMORY), 0
         self._status = msgspec.Raw()
         self._decoded: tuple[msgspec.Raw, Status] | None = None
-        self._pending: dict[int, tuple[type[r.Request], Future[Any]]] = {}
+        self._pending: dict[int, tuple[type[r.Request], Future[Any], r.OnPiece]] = {}
         self._numbers = itertools.count(1)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._leave_reason = ""  # why the client left, if it has
@@ -151,9 +151,10 @@ class Connection:
 
     # ---- requests ----
 
-    def request(self, request: r.AnyRequest) -> Future[Any]:
+    def request(self, request: r.AnyRequest, on_piece: r.OnPiece = r.ignore_piece) -> Future[Any]:
         """Send a request; the future resolves to the driver's answer or error. Cancelling the future cancels the request.
 
+        `on_piece` gets the output before the answer, in the reader's thread.
         ClusterStoppedError, in the future, if the driver has ended. UsageError, at once, if the request cannot be sent.
         """
         future: Future[Any] = Future()
@@ -169,7 +170,7 @@ class Connection:
             raise UsageError(
                 f"this cannot be sent to the driver: it has {len(data)} bytes, and the limit is {u.LONGEST}."
             )
-        self._pending[number] = type(request), future
+        self._pending[number] = type(request), future, on_piece
         future.add_done_callback(lambda future: self._forget_request(number, future))
         self._outbox.put(data)
         # The reader sets `finished` before it fails the pending requests: this request is failed here, there, or in both.
@@ -256,8 +257,10 @@ class Connection:
                 self._predecessor = None
             case u.Update():
                 self._apply(message)
+            case u.Part(number=number, piece=piece) if number in self._pending:
+                self._pending[number][2](piece)
             case u.Answer(number=number, value=value):
-                kind, future = self._pending.get(number, (r.Request, None))
+                kind, future, _ = self._pending.get(number, (r.Request, None, None))
                 answer = msgspec.msgpack.decode(value, type=r.ANSWERS.get(kind, Any))
                 self._pending.pop(number, None)
                 if future is not None and future.set_running_or_notify_cancel():
@@ -266,7 +269,7 @@ class Connection:
                 self._refusal = create_error(error, text)
                 self._greeted.set()
             case u.Failed(number=number, error=error, text=text):
-                _, future = self._pending.pop(number, (None, None))
+                _, future, _ = self._pending.pop(number, (None, None, None))
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(create_error(error, text))
             case u.Stopped(why=why):
@@ -311,7 +314,7 @@ class Connection:
         self.finished.set()
         self._outbox.put(None)
         self._socket.close()
-        for _, future in list(self._pending.values()):
+        for _, future, _ in list(self._pending.values()):
             self._fail_request(future)
         # With a successor the jobs go on there; before `use` they belong to the predecessor.
         if self._in_use and (self.successor is None or self._leave_reason):

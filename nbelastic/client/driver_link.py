@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from msgspec.structs import replace
@@ -109,23 +110,38 @@ class DriverLink:
         what: str = "the driver",
         *,
         cancel: bool = False,
+        on_pieces: Callable[[list[requests.Piece]], object] | None = None,
     ) -> Any:
         """Return the driver's answer, or raise its error. `cancel`: cancel the request if this call ends without an answer.
 
+        `on_pieces` is called in this thread, ten times per second, with new output that comes before the answer. Ctrl-C cancels cells, and no other requests.
         WaitTimeoutError names `what` it waited for. A repeatable request is sent again if the driver dies.
         """
         driver, begun = self.running(), time.monotonic()
-        future = driver.request(request)
+        pieces: SimpleQueue[requests.Piece] = SimpleQueue()
+        future = driver.request(request, pieces.put if on_pieces is not None else requests.ignore_piece)
+
+        def pass_pieces() -> None:
+            if on_pieces is not None:
+                on_pieces([pieces.get() for _ in range(pieces.qsize())])
+
         try:
-            return wait_for_result(future, timeout, lambda: f"{what}: {driver.status.reason}")
+            answer = wait_for_result(future, timeout, lambda: f"{what}: {driver.status.reason}", pass_pieces)
+        except KeyboardInterrupt:
+            if isinstance(request, requests.ExecuteSetup):
+                future.cancel()
+            raise
         except DriverLostError:
             if not isinstance(request, requests.REPEATABLE):
                 raise
+        else:
+            pass_pieces()
+            return answer
         finally:
             if cancel:
                 future.cancel()
         remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
-        return self.ask(request, remaining, what, cancel=cancel)
+        return self.ask(request, remaining, what, cancel=cancel, on_pieces=on_pieces)
 
     # ---- start and attach ----
 

@@ -16,7 +16,7 @@ from nbelastic.errors import UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.requests import CellOutput, CommitOutput, ExecuteAtCommit, cell_output
+from nbelastic.protocol.requests import CellOutput, CommitOutput, ExecuteAtCommit, OnPiece, Piece, cell_output
 
 JOB_ENDED = "the training has ended"
 UNFINISHED = "the cell did not end: a worker died, or the cell did not come to its end in time. The training goes on."
@@ -47,13 +47,22 @@ class Cells:
         self._callbacks: dict[
             tuple[WorkerId, int], Callable[[worker_messages.CellResult], None]
         ] = {}  # of cells without a result
+        self._on_piece: dict[int, OnPiece] = {}  # by cell, while a client waits for it
         self._numbers = itertools.count(time.time_ns())  # unique among all drivers of the cluster
         self._at_commit: dict[int, _AtCommit] = {}  # by number, while a client waits for it
         self._setup_results: dict[int, dict[WorkerId, CellOutput]] = {}  # by version, while a client waits for them
 
-    def execute_on_all(self, cluster: ClusterState, source: str, results: Future[list[CellOutput]]) -> None:
-        """Run a cell on every ready worker; resolve `results` when each of them has answered or is lost."""
+    def execute_on_all(
+        self, cluster: ClusterState, source: str, results: Future[list[CellOutput]], on_piece: OnPiece
+    ) -> None:
+        """Run a cell on every ready worker; resolve `results` when each of them has answered or is lost.
+
+        If `results` are cancelled, the cell is interrupted.
+        """
+        number = next(self._numbers)
         asked = {w for w, worker in cluster.workers.items() if worker.state is WorkerState.READY}
+        if not asked:
+            raise UsageError("no worker is ready to run the cell: %elastic_status shows why.")
         answers: dict[WorkerId, CellOutput] = {}
 
         def collect(cluster: ClusterState) -> list[CellOutput] | None:
@@ -66,8 +75,32 @@ class Cells:
                 answers[w] = cell_output(result)
                 self._pending.check_and_publish()
 
-            self._execute(w, source, on_result)
+            self._execute(w, source, on_result, number)
+        self._pass_pieces(number, results, on_piece, lambda: asked - answers.keys())
         self._pending.resolve(results, collect)
+
+    def _pass_pieces(
+        self,
+        number: int,
+        results: Future[list[CellOutput]],
+        on_piece: OnPiece,
+        running: Callable[[], Iterable[WorkerId]],
+    ) -> None:
+        """Pass on what this cell prints until its results are there. If they are cancelled, interrupt it where it is running."""
+
+        def end(results: Future[list[CellOutput]]) -> None:
+            self._on_piece.pop(number, None)
+            if results.cancelled():
+                self._workers.send(running(), worker_messages.InterruptCell(number))
+
+        self._on_piece[number] = on_piece
+        results.add_done_callback(end)
+
+    def receive_piece(self, piece: worker_messages.CellPiece) -> None:
+        """Take what a cell has just printed. Pieces that no client waits for are dropped."""
+        on_piece = self._on_piece.get(piece.number)
+        if on_piece is not None:
+            on_piece(Piece(str(piece.worker), piece.kind, piece.text))
 
     def execute_at_commit(self, request: ExecuteAtCommit, results: Future[list[CommitOutput]]) -> None:
         """Run a cell at the next commit; resolve `results` when it has ended on all its ranks. If they are cancelled, so is it."""
@@ -107,8 +140,11 @@ class Cells:
         run.results[result.worker] = result
         self._post(ev.CommitCellEnded(result.worker, result.number, result.begun, result.changed))
 
-    def try_setup(self, key: str, source: str, results: Future[list[CellOutput]]) -> None:
-        """Try a setup cell; resolve `results` when its trial is over. They fail with UsageError if it cannot begin."""
+    def try_setup(self, key: str, source: str, results: Future[list[CellOutput]], on_piece: OnPiece) -> None:
+        """Try a setup cell; resolve `results` when its trial is over. They fail with UsageError if it cannot begin.
+
+        If `results` are cancelled, the cell is interrupted.
+        """
         version = time.time_ns()  # unique among all drivers of the cluster
         answers = self._setup_results[version] = {}
         tried: set[WorkerId] = set()
@@ -126,6 +162,7 @@ class Cells:
             return _in_order(tried, answers)
 
         results.add_done_callback(lambda _: self._setup_results.pop(version, None))
+        self._pass_pieces(version, results, on_piece, lambda: tried - answers.keys())
         self._pending.resolve_after(ev.SetupSubmitted(key, source, version), results, collect)
 
     def run_setup(self, w: WorkerId, version: int, source: str) -> None:
@@ -155,10 +192,9 @@ class Cells:
         w: WorkerId,
         source: str,
         on_result: Callable[[worker_messages.CellResult], None],
-        number: int | None = None,
+        number: int,
     ) -> None:
         """Run a cell on one worker. `on_result` is called in this thread, unless the worker is lost before."""
-        number = number or next(self._numbers)
         self._callbacks[w, number] = on_result
         self._workers.send((w,), worker_messages.Cell(number, source))
 

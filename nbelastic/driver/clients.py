@@ -64,7 +64,7 @@ class ClientView(Protocol):
     @property
     def why_ended(self) -> str: ...
 
-    def request(self, request: r.AnyRequest) -> Future[Any]: ...
+    def request(self, request: r.AnyRequest, on_piece: r.OnPiece = ...) -> Future[Any]: ...
 
     def remove_values(self, job: str) -> None: ...
 
@@ -258,8 +258,12 @@ class _Connection(asyncio.Protocol):
         # The event log shows which client has sent a request.
         if isinstance(request, r.ChangeRequest) and not self._clients.has_one:
             request = replace(request, by=f"{request.by} ({self._name})")
-        future = self._pending[number] = self._driver.request(request)
+        future = self._pending[number] = self._driver.request(request, lambda piece: self._send_piece(number, piece))
         future.add_done_callback(lambda future: self._send_answer(number, future))
+
+    def _send_piece(self, number: int, piece: r.Piece) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(u.frame(u.Part(number, piece)))
 
     def _greet(self, version: str, fingerprint: str) -> None:
         if fingerprint != u.fingerprint():

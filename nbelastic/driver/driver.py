@@ -33,7 +33,7 @@ from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import ClusterStoppedError, HostError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
-from nbelastic.protocol.requests import AnyRequest, DashboardAction, Stop
+from nbelastic.protocol.requests import AnyRequest, DashboardAction, OnPiece, Stop, ignore_piece
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
@@ -93,7 +93,7 @@ class Driver:
         """The present cluster state."""
         return self._decisions.cluster
 
-    def request(self, request: AnyRequest) -> Future[Any]:
+    def request(self, request: AnyRequest, on_piece: OnPiece = ignore_piece) -> Future[Any]:
         """The answer to a request, or its error. ClusterStoppedError if the driver cannot answer it."""
         future: Future[Any] = self._pending.track(Future())
         may_stop = isinstance(request, DashboardAction | Stop)  # a button may be the one that stops the cluster
@@ -101,7 +101,7 @@ class Driver:
             resolve_if_pending(future.set_exception, self._stopped_error())
             return future
         try:
-            self._components.answers.answer(request, future)
+            self._components.answers.answer(request, future, on_piece)
         except Exception as error:  # noqa: BLE001  (the caller gets it)
             resolve_if_pending(future.set_exception, error)
         return future

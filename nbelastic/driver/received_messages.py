@@ -112,6 +112,8 @@ class ReceivedMessages:
                 self._publish()
             case worker_messages.CellResult():
                 self._cells.receive_result(message)
+            case worker_messages.CellPiece():
+                self._cells.receive_piece(message)
             case worker_messages.StackShown(worker=w):
                 if w in self._cluster().workers:
                     self._telemetry.stacks[w] = message

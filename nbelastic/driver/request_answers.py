@@ -76,8 +76,8 @@ class RequestAnswers:
         self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
 
-    def answer(self, request: r.AnyRequest, future: Future[Any]) -> None:
-        """Resolve `future`, now or later. Raises the error of an invalid request."""
+    def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
+        """Resolve `future`, now or later, after calls of `on_piece`. Raises the error of an invalid request."""
         match request:
             case r.WaitForStart(least=least):
                 self._pending.resolve(future, lambda cluster: has_ready_workers(cluster, least))
@@ -94,7 +94,7 @@ class RequestAnswers:
             case r.ExecuteAtCommit() | r.Pause() | r.Step():
                 self._answer_about_halts(request, future)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
-                self._answer_about_cells(request, future)
+                self._answer_about_cells(request, future, on_piece)
             case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Resume() | r.DashboardAction():
                 self._answer_about_changes(request, future)
             case r.ShowStacks(timeout=timeout):
@@ -124,15 +124,17 @@ class RequestAnswers:
         """Answer when the driver has decided on the event: from then on the status shows it."""
         self._pending.resolve_after(event, future, lambda _: True)
 
-    def _answer_about_cells(self, request: r.Execute | r.ExecuteSetup | r.ClearSetup, future: Future[Any]) -> None:
+    def _answer_about_cells(
+        self, request: r.Execute | r.ExecuteSetup | r.ClearSetup, future: Future[Any], on_piece: r.OnPiece
+    ) -> None:
         cluster = self._cluster()
         if not isinstance(request, r.ClearSetup) and self._jobs.present:
             raise UsageError(f"{self._jobs.present} is running: cells run between jobs.")
         match request:
             case r.Execute(source=source):
-                self._cells.execute_on_all(cluster, source, future)
+                self._cells.execute_on_all(cluster, source, future, on_piece)
             case r.ExecuteSetup(key=key, source=source):
-                self._cells.try_setup(key, source, future)
+                self._cells.try_setup(key, source, future, on_piece)
             case r.ClearSetup(key=key):
                 known = [cell.key for cell in cluster.setup]
                 if key and key not in known:

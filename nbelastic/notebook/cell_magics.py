@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
-from nbelastic.notebook.cell_output import cell_id, short_syntax_errors, show_commit_output, show_output
+from nbelastic.notebook.cell_output import CellDisplay, cell_id, raise_errors, short_syntax_errors, show_commit_output
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.magic_arguments import argument, magic, show_in_one_line
 
+INTERRUPTED = "the cell is interrupted on the workers, which stay and keep the names that it has set."
 _TIMEOUT = argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it")
 _CELL_OPTIONS = (
     argument(
@@ -92,11 +94,21 @@ class CellMagics(ClusterMagics):
         elif options.setup is not None:
             self._run_setup(options.setup, cell, options.timeout)
         else:
-            with short_syntax_errors():
-                outputs = cluster.execute(cell, timeout=options.timeout)
-            show_output(outputs)
+            self._show_cell(cell, timeout=options.timeout)
 
     def _run_setup(self, key: str | None, cell: str, timeout: float | None) -> None:
-        with short_syntax_errors():
-            outputs = self._cluster().execute(cell, setup=True, key=key or cell_id(self.shell), timeout=timeout)
-        show_output(outputs)
+        self._show_cell(cell, setup=True, key=key or cell_id(self.shell), timeout=timeout)
+
+    def _show_cell(self, cell: str, **options: Any) -> None:
+        """Run a cell between jobs, and show its output while it runs."""
+        cluster = self._cluster()
+        shown = CellDisplay([worker.id for worker in cluster.workers if worker.state == "ready"])
+        try:
+            with short_syntax_errors():
+                rows = cluster.execute(cell, on_output=shown.update, **options)
+        except KeyboardInterrupt as error:
+            show_in_one_line(error, INTERRUPTED)
+            raise
+        finally:
+            shown.end()
+        raise_errors(rows)

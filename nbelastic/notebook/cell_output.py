@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO, TypeVar
+from itertools import groupby
+from typing import Any
 
 from IPython.display import display
 
 from nbelastic.client.cell_syntax import describe_error
 from nbelastic.errors import JobError, UsageError
-from nbelastic.protocol.requests import CommitOutput
+from nbelastic.notebook.live_output import LiveOutput, Shown
+from nbelastic.protocol.requests import CellOutput, CommitOutput, Piece
 from nbelastic.system.terminal_text import as_displayed
 
-T = TypeVar("T")
-MAX_NAMES = 4  # workers named before a line; the others are counted
+MAX_NAMES = 4  # workers, or runs of ranks, that are named before a line; the others are counted
 MAX_OTHER_ERRORS = 2  # different errors that are shown after the first
+_RANK = re.compile(r"rank (\d+)")
 
 
 class CellSyntaxError(UsageError):
@@ -39,68 +43,105 @@ def short_syntax_errors() -> Iterator[None]:
         raise CellSyntaxError(error) from None
 
 
-def show_output(outputs: Iterable[tuple[str, str, str, str | None]], noun: str = "workers") -> None:
-    """Print each line after the names of the workers that printed it, then raise the errors, equal ones once.
+class CellDisplay:
+    """Shows what a cell prints and displays on `workers`, equal output of several once, while it runs.
 
-    Equal output of several workers is printed once.
+    For the main thread. It prints each line after the names of the workers that have printed it.
     """
-    rows = list(outputs)
-    for workers, (out, err) in _group_equal((row[0], row[1:3]) for row in rows):
-        for text, stream in ((out, sys.stdout), (err, sys.stderr)):
-            _print_lines(_names(workers, len(rows), noun), text, stream)
-    errors = _group_equal((row[0], row[3]) for row in rows if row[3] is not None)
-    if errors:
-        (first, text), *others = errors
-        count = sum(len(workers) for workers, _ in errors)
-        for workers, other in others[:MAX_OTHER_ERRORS]:
-            text += f"\n\n{_names(workers, len(rows), noun)} raised:\n\n{other}"
-        if others[MAX_OTHER_ERRORS:]:
-            left = sum(len(workers) for workers, _ in others[MAX_OTHER_ERRORS:])
-            text += f"\n\n{left} more {noun} raised other errors."
-        summary = f"the cell raised on {count} of {len(rows)} {noun}; {_names(first, len(rows), noun)} raised:"
-        raise JobError(summary, worker=first[0], remote_traceback=text)
+
+    def __init__(self, workers: Sequence[str] = ()) -> None:
+        self._output = LiveOutput(workers)
+
+    def update(self, pieces: Iterable[Piece] = ()) -> None:
+        """Take pieces of output, and show what has waited long enough."""
+        now = time.monotonic()
+        for piece in pieces:
+            self._output.add(piece.worker, piece.kind, piece.text, now)
+        self._show(self._output.take(now))
+
+    def end(self) -> None:
+        """Show the rest."""
+        self._show(self._output.take_rest())
+
+    def _show(self, found: Iterable[Shown]) -> None:
+        count = len(self._output.workers)
+        for (workers, kind), group in groupby(found, lambda one: (one.workers, one.kind)):
+            names, texts = _names(workers, count), [one.text for one in group]
+            if kind == "display":
+                for text in texts:
+                    _display(names, *json.loads(text))
+            else:
+                _print_lines(names, texts, kind)
 
 
 def show_commit_output(outputs: Sequence[CommitOutput]) -> None:
     """Show what a cell has printed and displayed at a commit, equal output of several ranks once; then raise its errors."""
-    rows = [(f"rank {one.rank}", one.stdout, one.stderr, one.error) for one in outputs]
-    displayed = _group_equal((f"rank {one.rank}", one.displays) for one in outputs if one.displays)
-    try:
-        show_output(rows, "ranks")
-    finally:
-        for ranks, displays in displayed:
-            for data, metadata in map(json.loads, displays):
-                _display(_names(ranks, len(rows), "ranks"), data, metadata)
+    shown = CellDisplay([f"rank {one.rank}" for one in outputs])
+    for one in outputs:
+        texts = ("out", one.stdout), ("err", one.stderr), *(("display", text) for text in one.displays)
+        shown.update([Piece(f"rank {one.rank}", *text) for text in texts])
+    shown.end()
+    raise_errors([(f"rank {one.rank}", one.stdout, one.stderr, one.error) for one in outputs], "ranks")
+
+
+def raise_errors(rows: Sequence[CellOutput], noun: str = "workers") -> None:
+    """Raise the errors of a cell as one JobError, equal ones once. Without errors nothing happens."""
+    groups: dict[str, list[str]] = {}
+    for worker, _, _, error in rows:
+        if error is not None:
+            groups.setdefault(error, []).append(worker)
+    if not groups:
+        return
+    (text, first), *others = groups.items()
+    for other, workers in others[:MAX_OTHER_ERRORS]:
+        text += f"\n\n{_names(workers, len(rows))} raised:\n\n{other}"
+    if others[MAX_OTHER_ERRORS:]:
+        left = sum(len(workers) for _, workers in others[MAX_OTHER_ERRORS:])
+        text += f"\n\n{left} more {noun} raised other errors."
+    count = sum(map(len, groups.values()))
+    summary = f"the cell raised on {count} of {len(rows)} {noun}; {_names(first, len(rows))} raised:"
+    raise JobError(summary, worker=first[0], remote_traceback=text)
 
 
 def _display(names: str, data: dict[str, str], metadata: dict[str, Any]) -> None:
-    """Show a MIME bundle after the names of the ranks: text as text, all other kinds as IPython shows them."""
+    """Show a MIME bundle after the names of the workers: text as text, all other kinds as IPython shows them."""
     if data.keys() == {"text/plain"}:
-        _print_lines(names, data["text/plain"], sys.stdout)
+        _print_lines(names, data["text/plain"].split("\n"), "out")
     else:
         print(f"[{names}]")
         display(data, metadata=metadata, raw=True)
 
 
-def _print_lines(names: str, text: str, stream: TextIO) -> None:
-    for line in text.removesuffix("\n").split("\n") if text else ():
-        print(f"[{names}] {as_displayed(line)}", file=stream)
+def _print_lines(names: str, lines: Iterable[str], kind: str) -> None:
+    """Print the lines with one write, which makes one message to the notebook."""
+    text = "".join(f"[{names}] {as_displayed(line)}\n" for line in lines)
+    stream = sys.stdout if kind == "out" else sys.stderr
+    stream.write(text)
+    stream.flush()
 
 
-def _group_equal(outputs: Iterable[tuple[str, T]]) -> list[tuple[list[str], T]]:
-    """Group workers by equal output, in the order of the first worker of each group."""
-    groups: dict[T, list[str]] = {}
-    for worker, output in outputs:
-        groups.setdefault(output, []).append(worker)
-    return [(workers, output) for output, workers in groups.items()]
+def _names(workers: Sequence[str], count: int) -> str:
+    """Name these workers or ranks out of `count`: `all 8 workers`, `a/0#1, a/1#1`, `ranks 0-3, 6`."""
+    ranks = [int(found[1]) for worker in workers if (found := _RANK.fullmatch(worker))]
+    if len(ranks) == len(workers):
+        word, names = ("rank " if len(ranks) == 1 else "ranks "), _runs(sorted(ranks))
+    elif len(workers) == count and count > 1:
+        return f"all {count} workers"
+    else:
+        word, names = "", list(workers)
+    left = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return word + ", ".join(names[:MAX_NAMES]) + left
 
 
-def _names(workers: Sequence[str], count: int, noun: str) -> str:
-    """Name these workers or ranks out of `count`."""
-    if len(workers) == count and count > 1:
-        return f"all {count} {noun}"
-    more = f" and {len(workers) - MAX_NAMES} more" if len(workers) > MAX_NAMES else ""
-    return ", ".join(workers[:MAX_NAMES]) + more
+def _runs(numbers: Sequence[int]) -> list[str]:
+    """`0-3`, `6` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
 
 
 def cell_id(shell: Any) -> str | None:

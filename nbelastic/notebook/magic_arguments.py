@@ -17,6 +17,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 Kind = Literal["line", "cell", "line_cell"]
 Values = Mapping[str, Callable[[], Iterable[str]]]  # known values that Tab offers, by metavar
 
+NO_LONGER_WAITING = "no longer waiting; the cluster goes on, and %elastic_dashboard shows it."
 _DECORATORS: Mapping[Kind, Callable[[Any], Any]] = {
     "line": line_magic,
     "cell": cell_magic,
@@ -83,10 +84,9 @@ def split_pair(flag: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-def show_in_one_line(error: KeyboardInterrupt) -> None:
-    """Have IPython show the interrupt without a traceback."""
-    text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic_dashboard shows it."
-    vars(error)["_render_traceback_"] = lambda: [text]
+def show_in_one_line(error: KeyboardInterrupt, text: str = NO_LONGER_WAITING) -> None:
+    """Have IPython show the interrupt without a traceback. The first text that is set stays."""
+    vars(error).setdefault("_render_traceback_", lambda: [f"KeyboardInterrupt: {text}"])
 
 
 def completion(parsers: Callable[[str, bool], argparse.ArgumentParser | None], values: Callable[[], Values]) -> Any:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
 from msgspec.structs import replace
 
+from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.worker.cell_pieces import shortened
 from nbelastic.worker.output_buffer import OutputStream, printable
 
 MAX_TEXT = 50_000  # last characters of each stream, and of the traceback, that are sent
@@ -27,11 +31,22 @@ _PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's count
 _RULE = re.compile(r"\A-+\n")
 
 
-async def run(worker: WorkerId, cell: worker_messages.Cell) -> worker_messages.CellResult:
-    """Run the cell, which may use `await` outside of functions."""
-    with _collected_output() as output:
+async def run(
+    worker: WorkerId,
+    cell: worker_messages.Cell,
+    put: Callable[[int, str, str], object],
+    interrupts: CellInterrupts,
+) -> worker_messages.CellResult:
+    """Run the cell, which may use `await` outside of functions, and `put` all that it prints and displays at once.
+
+    `put(number, kind, text)` takes a `CellPiece`. An interrupt raises KeyboardInterrupt in the cell.
+    """
+    shell, show = get_ipython(), partial(put, cell.number, "display")
+    with _collected_output(partial(put, cell.number)) as output, _captured_displays(shell, show):
         try:
-            error, traceback = await _run(cell.source)
+            with _collected_tracebacks(shell) as shown:
+                result = await _run(shell, cell, interrupts)
+                error, traceback = _outcome(shell, result, shown, show)
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
             error = traceback = _in_one_line(failed)
     return _result(worker, cell.number, output, error, traceback)
@@ -44,30 +59,34 @@ def run_at_commit(
 
     `limited` may raise while the user's code runs inside it.
     """
-    shell, displays, value = get_ipython(), list[str](), list[str]()
-    with _collected_output() as output, _collected_displays(shell, displays), _forgotten_results(shell):
+    shell, displays = get_ipython(), list[str]()
+    with _collected_output() as output, _captured_displays(shell, displays.append), _forgotten_results(shell):
         try:
             with _collected_tracebacks(shell) as shown, limited:
                 result = shell.run_cell(source, store_history=False)
-                bundle = () if result.result is None else shell.display_formatter.format(result.result)
-            error, traceback = _error_of(result, shown)
-            if not error and bundle and not bundle[0]:  # its __repr__ has raised
-                error = traceback = _COLOURS.sub("", "\n".join(shown)).strip()
-            elif not error and bundle:
-                value.append(_encoded(*bundle))
+                error, traceback = _outcome(shell, result, shown, displays.append)
             result.result = None
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
             error = traceback = _in_one_line(failed)
-    return replace(_result(worker, number, output, error, traceback), displays=(*displays, *value))
+    return replace(_result(worker, number, output, error, traceback), displays=tuple(displays))
 
 
 @contextlib.contextmanager
-def _collected_output() -> Iterator[tuple[list[str], list[str]]]:
+def _collected_output(put: Callable[[str, str], object] = lambda *_: None) -> Iterator[tuple[list[str], list[str]]]:
+    """Collect what is printed, and `put(stream, text)` it at once."""
     out: list[str] = []
     err: list[str] = []
+
+    def taker(stream: str, texts: list[str]) -> Callable[[str], None]:
+        def take(text: str) -> None:
+            texts.append(text)
+            put(stream, text)
+
+        return take
+
     with (
-        contextlib.redirect_stdout(OutputStream(out.append, 1)),
-        contextlib.redirect_stderr(OutputStream(err.append, 2)),
+        contextlib.redirect_stdout(OutputStream(taker("out", out), 1)),
+        contextlib.redirect_stderr(OutputStream(taker("err", err), 2)),
     ):
         yield out, err
         sys.stdout.flush()
@@ -81,22 +100,54 @@ def _result(
     return worker_messages.CellResult(worker, number, _end(out), _end(err), _end(error), _end(traceback))
 
 
-async def _run(source: str) -> tuple[str, str]:
-    """The error in one line, and its traceback; both are empty without an error."""
-    shell = get_ipython()
-    before = None
+async def _run(shell: Any, cell: worker_messages.Cell, interrupts: CellInterrupts) -> Any:
+    """IPython's result of the cell."""
+    source, before = cell.source, None
     try:
         code = shell.transform_cell(source)
     except Exception:  # noqa: BLE001  (IPython shows it as the cell's error)
         code, before = source, sys.exc_info()
-    with _collected_tracebacks(shell) as shown:
-        if shell.should_run_async(source, transformed_cell=code, preprocessing_exc_tuple=before):
-            result = await shell.run_cell_async(
-                source, store_history=False, transformed_cell=code, preprocessing_exc_tuple=before
-            )
-        else:
-            result = shell.run_cell(source, store_history=False)
-    return _error_of(result, shown)
+    if not shell.should_run_async(source, transformed_cell=code, preprocessing_exc_tuple=before):
+        with interrupts.running(cell.number, _interrupt):
+            return shell.run_cell(source, store_history=False)
+    call = shell.run_cell_async(source, store_history=False, transformed_cell=code, preprocessing_exc_tuple=before)
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(_awaited(call))
+
+    def end(_: bool) -> None:
+        if asyncio.current_task() is task:
+            raise KeyboardInterrupt
+        loop.call_soon_threadsafe(task.cancel)  # the cell awaits something; an error here would end the event loop
+
+    with interrupts.running(cell.number, end):
+        result = await task
+    shell.events.trigger("post_execute")  # which shows figures; `run_cell` does it itself
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+async def _awaited(call: Awaitable[Any]) -> Any:
+    """The result, or the error: the event loop would end with a KeyboardInterrupt that leaves a task."""
+    try:
+        return await call
+    except BaseException as error:  # noqa: BLE001
+        return error
+
+
+def _interrupt(_: bool) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _outcome(shell: Any, result: Any, shown: list[str], show: Callable[[str], object]) -> tuple[str, str]:
+    """Show the cell's last value. Returns its error in one line, and the traceback; both are empty without an error."""
+    bundle = () if result.result is None else shell.display_formatter.format(result.result)
+    error, traceback = _error_of(result, shown)
+    if not error and bundle and not bundle[0]:  # its __repr__ has raised
+        error = traceback = _COLOURS.sub("", "\n".join(shown)).strip()
+    elif not error and bundle:
+        show(_encoded(*bundle))
+    return error, traceback
 
 
 def _error_of(result: Any, shown: list[str]) -> tuple[str, str]:
@@ -109,17 +160,25 @@ def _error_of(result: Any, shown: list[str]) -> tuple[str, str]:
     return line, _PROMPT.sub(r"\1Cell", _RULE.sub("", text)) or line
 
 
+class _Publisher(CapturingDisplayPublisher):  # type: ignore[misc]  # IPython carries no types here
+    """Shows what is displayed with a function, instead of publishing it."""
+
+    show: Callable[[str], object]
+
+    def publish(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, **_: object) -> None:
+        self.show(_encoded(data, metadata or {}))
+
+
 @contextlib.contextmanager
-def _collected_displays(shell: Any, displays: list[str]) -> Iterator[None]:
-    """Collect what the cell displays, figures of matplotlib included, instead of publishing it."""
-    published = CapturingDisplayPublisher()
-    publisher, shell.display_pub = shell.display_pub, published
+def _captured_displays(shell: Any, show: Callable[[str], object]) -> Iterator[None]:
+    """Call `show` with each MIME bundle that the cell displays, figures of matplotlib included."""
+    publisher, shell.display_pub = shell.display_pub, _Publisher()
+    shell.display_pub.show = show
     hook, shell.displayhook.finish_displayhook = shell.displayhook.finish_displayhook, lambda: None
     try:
         yield
     finally:
         shell.display_pub, shell.displayhook.finish_displayhook = publisher, hook
-        displays += [_encoded(each["data"], each["metadata"]) for each in published.outputs]
 
 
 def _encoded(data: dict[str, Any], metadata: dict[str, Any]) -> str:
@@ -167,6 +226,4 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _end(text: str) -> str:
-    text = printable(text)
-    left = len(text) - MAX_TEXT
-    return text if left <= 0 else f"… {left} characters are only in the log file …\n{text[left:]}"
+    return shortened(text, MAX_TEXT)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,6 +20,7 @@ from msgspec.structs import replace
 
 from nbelastic.errors import StateError, UsageError
 from nbelastic.programs import cells
+from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.protocol import worker_messages
 from nbelastic.state import rng
 from nbelastic.state.state import State
@@ -45,8 +44,7 @@ class CommitCells:
     def __init__(self, session: Session, state: State) -> None:
         self._session, self._state = session, state
         self._unaccepted = 0  # generation whose last cell may have changed the state on all ranks
-        self._running = 0  # number of the cell that runs; 0: none
-        self._end_reason = ""  # why it is interrupted
+        self._interrupts = CellInterrupts()
 
     def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
         """Run the cell. Its error ends nothing."""
@@ -79,29 +77,16 @@ class CommitCells:
 
     def interrupt(self, number: int) -> None:
         """In any thread: interrupt this cell, if it runs."""
-        if number == self._running:
-            self._end_reason = "the client has left that waited for this cell"
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        self._interrupts.interrupt(number)
 
-    @contextlib.contextmanager
-    def _time_limit(self, cell: worker_messages.CommitCell) -> Iterator[None]:
+    def _time_limit(self, cell: worker_messages.CommitCell) -> contextlib.AbstractContextManager[None]:
         """Raise CellTimeoutError in the cell at its limit. A call that Python cannot interrupt is up to the driver."""
 
-        def end(_: int, __: FrameType | None) -> None:
-            if self._running:  # else the signal has come late, and must not end the program
-                self._running = 0
-                raise CellTimeoutError(self._end_reason or f"a cell may run for {cell.limit:g} s at a commit")
+        def end(requested: bool) -> NoReturn:
+            reason = f"a cell may run for {cell.limit:g} s at a commit"
+            raise CellTimeoutError("the client has left that waited for this cell" if requested else reason)
 
-        before = signal.signal(signal.SIGALRM, end)
-        self._running, self._end_reason = cell.number, ""
-        try:
-            signal.setitimer(signal.ITIMER_REAL, cell.limit)
-            yield
-        finally:
-            self._running = 0
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            # A late signal of `interrupt` would end the process by default.
-            signal.signal(signal.SIGALRM, signal.SIG_IGN if before is signal.SIG_DFL else before)
+        return self._interrupts.running(cell.number, end, cell.limit)
 
 
 def _changed_values(state: State, before: dict[str, Any]) -> tuple[dict[str, bytes], str]:

@@ -18,6 +18,7 @@ from IPython.core.getipython import get_ipython
 
 from nbelastic.errors import JobStoppedError
 from nbelastic.programs import cells
+from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.programs.elastic import frameworks
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.state.checkpoints import Plan
@@ -46,7 +47,14 @@ def start_runner(session: Session, engine: str) -> asyncio.Task[None]:
     """Let this worker, which is ipyparallel's `engine`, run programs and cells. Call it in the engine's event loop."""
     loop, runner = asyncio.get_running_loop(), Runner(session)
     serving = loop.create_task(runner.serve())
-    session.hello(engine, lambda message: loop.call_soon_threadsafe(runner.take, message))
+
+    def receive(message: messages.Message) -> None:
+        if isinstance(message, worker_messages.InterruptCell):  # now: the event loop waits for the cell
+            runner.interrupt(message.number)
+        else:
+            loop.call_soon_threadsafe(runner.take, message)
+
+    session.hello(engine, receive)
     return serving
 
 
@@ -58,6 +66,7 @@ class Runner:
         self._requests: asyncio.Queue[messages.Message] = asyncio.Queue()
         self._pieces: asyncio.Queue[worker_messages.CallPiece] = asyncio.Queue()
         self._newest_job = ""  # of the last program
+        self._interrupts = CellInterrupts()
 
     def take(self, message: messages.Message) -> None:
         """Queue a message of the driver for the task that runs programs."""
@@ -65,6 +74,10 @@ class Runner:
             self._pieces.put_nowait(message)
         else:
             self._requests.put_nowait(message)
+
+    def interrupt(self, number: int) -> None:
+        """In any thread: interrupt this cell, if it runs."""
+        self._interrupts.interrupt(number)
 
     async def serve(self) -> None:
         """Run programs and cells until this task is cancelled."""
@@ -88,7 +101,8 @@ class Runner:
                         )
                     self._session.program_ended(result, value)
                 case worker_messages.Cell() as cell:
-                    self._session.link.send(await cells.run(self._session.worker, cell))
+                    session = self._session
+                    session.cell_ended(await cells.run(session.worker, cell, session.cell_pieces.put, self._interrupts))
 
     async def _program(self, order: worker_messages.Program) -> Outcome:
         log_to(order.log_dir, str(self._session.worker))

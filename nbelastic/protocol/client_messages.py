@@ -19,7 +19,7 @@ from msgspec import Raw, Struct
 from nbelastic.protocol import messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
-from nbelastic.protocol.requests import AnyRequest, ControllerFound
+from nbelastic.protocol.requests import AnyRequest, ControllerFound, Piece
 from nbelastic.protocol.status import EventRecord, Status, WorkerStack
 
 SOCKET = "driver.sock"  # in the run folder
@@ -79,6 +79,13 @@ class Answer(ToClient):
 
     number: int
     value: Raw
+
+
+class Part(ToClient):
+    """Driver → client: a piece of output, before the answer to the request with this number."""
+
+    number: int
+    piece: Piece
 
 
 class Failed(ToClient):
@@ -202,7 +209,7 @@ class Frames:
 
 
 FROM_CLIENT = ClientHello | Ask | Cancel | ValuesMapped | Goodbye
-FROM_DRIVER = DriverHello | Answer | Failed | Update | Stopped
+FROM_DRIVER = DriverHello | Part | Answer | Failed | Update | Stopped
 
 
 @cache

@@ -4,6 +4,7 @@
 # (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,10 @@ class StopJob(ChangeRequest):
 
 
 class Execute(Request):
-    """Run a cell on every ready worker. Answer with a list of `CellOutput` when all workers have run it."""
+    """Run a cell on every ready worker. Answer with a list of `CellOutput` when all workers have run it, after `Piece`s.
+
+    The cell is interrupted if the request is cancelled.
+    """
 
     source: str
 
@@ -105,6 +109,14 @@ class Step(ChangeRequest):
     """Make so many commits, and pause again. Answer when all ranks stand still."""
 
     steps: int
+
+
+class Piece(Struct, frozen=True):
+    """What a worker's cell has just printed to a stream ("out" or "err"), or a "display": a MIME bundle with metadata, as JSON."""
+
+    worker: str
+    kind: str
+    text: str
 
 
 CellOutput = tuple[str, str, str, str | None]  # worker, standard output, standard error, traceback
@@ -230,6 +242,13 @@ AnyRequest = (
     | HostsFound
     | SetDiscovery
 )
+
+OnPiece = Callable[[Piece], object]
+
+
+def ignore_piece(_: Piece) -> None:
+    """For a client that wants no pieces."""
+
 
 # A client sends these again to the next driver if one dies before it answers: twice has the effect of once.
 REPEATABLE = (

@@ -125,6 +125,18 @@ class CellResult(Message):
     changed: str = ""
 
 
+class CellPiece(Message):
+    """Worker → driver: what cell `number` has just printed to a stream ("out" or "err"), or a "display": a MIME bundle as JSON.
+
+    Only cells between programs send pieces. Their `CellResult` follows the last piece.
+    """
+
+    worker: WorkerId
+    number: int
+    kind: str
+    text: str
+
+
 class FetchCall(Message):
     """Worker → driver: send the pickled call of `job` from byte `offset` on. The answer is a few `CallPiece`s."""
 
@@ -312,6 +324,7 @@ FromWorker = (
     | WorkerOutput
     | ProgramResult
     | CellResult
+    | CellPiece
     | FetchCall
     | ResultPiece
     | StackShown

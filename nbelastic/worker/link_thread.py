@@ -23,6 +23,7 @@ from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.transport.client import Client
 from nbelastic.worker import protocol
 from nbelastic.worker.accelerator import accelerator_for
+from nbelastic.worker.cell_pieces import CellPieces
 from nbelastic.worker.environment import set_interface
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
@@ -89,12 +90,14 @@ class LinkThread:
         inbox: Inbox,
         groups: Groups,
         output: OutputBuffer,
+        *,
+        cell_pieces: CellPieces,
     ) -> None:
         self._worker = WorkerId.parse(settings["worker"])
         self._protocol = machine
         self._inbox = inbox
         self._groups = groups
-        self._output = output
+        self._output, self._cell_pieces = output, cell_pieces
         self._relay = Path(settings["relay"])  # of this host's agent
         self._heartbeat = float(settings["heartbeat"])
         self.link = Client(
@@ -170,6 +173,8 @@ class LinkThread:
             case worker_messages.InterruptCell(number=number):
                 if self.holder is not None:
                     self.holder.commit_cells.interrupt(number)
+                if self.run is not None:
+                    self.run(message)
             case worker_messages.AllowPeers(addresses=addresses):
                 self._groups.next.expect(addresses)
 
@@ -273,6 +278,8 @@ class LinkThread:
     def _send_output(self) -> None:
         for job, rank, stream, text, end in self._output.take():
             self.link.send(messages.WorkerOutput(self._worker, stream, text, end, job, rank))
+        for piece in self._cell_pieces.take():
+            self.link.send(piece)
 
     def _send_value(self, job: str, offset: int) -> None:
         result, value = self._protocol.facts.result, self.result_value

@@ -24,6 +24,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import gpu_errors, protocol
 from nbelastic.worker.accelerator import accelerator_for
+from nbelastic.worker.cell_pieces import CellPieces
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import REPEAT, may_be_collective
@@ -60,6 +61,7 @@ class Session:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.worker = WorkerId.parse(settings["worker"])
         self.output = OutputBuffer()
+        self.cell_pieces = CellPieces(self.worker)
         self.warm_up = WarmUp(nccl=settings.get("backend") != "gloo")
         self.used = False  # an elastic function has run in this job
         self.warm_ups: list[Callable[[Any], object]] = []  # of this job's program, not called yet
@@ -69,7 +71,9 @@ class Session:
         self._protocol = protocol.Protocol(self.worker, float(settings["lease"]))
         self._inbox = Inbox()
         self._groups = Groups(settings["address"], self._protocol.is_over)
-        self._link_thread = LinkThread(settings, self._protocol, self._inbox, self._groups, self.output)
+        self._link_thread = LinkThread(
+            settings, self._protocol, self._inbox, self._groups, self.output, cell_pieces=self.cell_pieces
+        )
         self.link = self._link_thread.link
         self._formation_read: Formation | None = None  # of the generation after this one, read at a commit
         self._formed_at = 0.0
@@ -151,6 +155,11 @@ class Session:
         """Send the result with the next tick, after the program's output. The driver fetches `value`."""
         self._link_thread.result_value = value
         self._protocol.program_ended(result)
+        self.link.wake()
+
+    def cell_ended(self, result: worker_messages.CellResult) -> None:
+        """Send the result of a cell between programs, after what the cell has printed."""
+        self.cell_pieces.end(result)
         self.link.wake()
 
     def repeat_result(self) -> None:

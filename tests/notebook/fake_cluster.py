@@ -16,6 +16,7 @@ from nbelastic.client.cell_syntax import check_cell
 from nbelastic.errors import UsageError
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.output_buffer import Line
+from nbelastic.protocol.requests import Piece
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
@@ -81,6 +82,7 @@ class FakeCluster:
         self.job: FakeJob | None = None
         self.raises: BaseException | None = None
         self.outputs: list[tuple[str, str, str, str | None]] = []
+        self.pieces: list[Piece] = []  # of a cell's output, before its outputs
         self._status = Status("fake", "finished", "not started", 0, 0, min, max, (), (), None, "")
 
     # The methods of `Cluster`.
@@ -134,11 +136,15 @@ class FakeCluster:
     def step(self, steps: int = 1, **options) -> None:
         self.calls.append(("step", steps, options))
 
-    def _execute(self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None):
+    def _execute(self, source: str, *, setup=False, key=None, timeout=None, on_output=None):
         check_cell(source, awaits=True)
         self.calls.append(("execute", source, setup, key, timeout))
         if setup:
             self.setup_cells[key or "cell-1"] = source
+        if on_output is not None:
+            on_output(self.pieces)
+            texts = [(row[0], kind, text) for row in self.outputs for kind, text in zip(("out", "err"), row[1:3])]
+            on_output([Piece(*text) for text in texts])
         self._raise()
         return self.outputs
 

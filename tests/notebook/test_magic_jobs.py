@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster import Cluster
 from nbelastic.errors import JobError, UsageError
 from nbelastic.notebook import cell_output
+from nbelastic.notebook.cell_magics import INTERRUPTED
 from nbelastic.notebook.px_guard import guard_px
-from nbelastic.protocol.requests import CommitOutput
+from nbelastic.protocol.requests import CommitOutput, Piece
 
 
 def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
@@ -118,11 +120,9 @@ def test_a_cell_on_each_worker_prints_each_workers_lines(ip, magics, cluster, ca
     cluster.outputs = [(f"h/{i}#1", "a\nb\n", "", None) for i in range(3)]
     assert output_of(ip, capsys, "%%elastic\n1").splitlines() == ["[all 3 workers] a", "[all 3 workers] b"]
     cluster.outputs += [("h/3#1", "a\nc\n", "", None)]
-    shared = "h/0#1, h/1#1, h/2#1"
     assert output_of(ip, capsys, "%%elastic\n1").splitlines() == [
-        f"[{shared}] a",
-        f"[{shared}] b",
-        "[h/3#1] a",
+        "[all 4 workers] a",
+        "[h/0#1, h/1#1, h/2#1] b",
         "[h/3#1] c",
     ]
     cluster.outputs = [(f"h/{i}#1", "x" if i else "", "", None) for i in range(8)]
@@ -140,6 +140,23 @@ def test_errors_of_a_cell_name_their_workers(ip, magics, cluster, capsys):
     assert shown.splitlines()[0] == "JobError: the cell raised on 5 of 5 workers; h/0#1 raised:"
     assert re.findall("KeyError: .", shown) == ["KeyError: 0", "KeyError: 1", "KeyError: 2"]
     assert shown.endswith("2 more workers raised other errors.")
+
+
+def test_output_is_shown_while_the_cell_runs(ip, magics, cluster, capsys):
+    """What a worker has printed before it was interrupted stays in the notebook, and one line follows."""
+    text = json.dumps([{"text/plain": "<1>"}, {}])
+    cluster.pieces = [Piece("h/0#1", "out", "begun\n"), Piece("h/0#1", "display", text), Piece("h/0#1", "out", "rest")]
+    cluster.raises = KeyboardInterrupt()
+    *shown, last = output_of(ip, capsys, "%%elastic_px\nx").splitlines()
+    assert shown == ["[h/0#1] begun", "[h/0#1] <1>", "[h/0#1] rest"]
+    assert last == f"KeyboardInterrupt: {INTERRUPTED}"
+
+
+def test_many_ranks_are_named_by_runs(ip, magics, cluster, capsys):
+    """`ranks 0-2, 5`, not one name after the other."""
+    cluster.outputs = [row(rank, "a\n" if rank in (0, 1, 2, 5) else "b\n") for rank in range(6)]
+    shown = output_of(ip, capsys, "%%elastic_px --at-commit\nx")
+    assert shown.splitlines() == ["[ranks 0-2, 5] a", "[ranks 3-4] b"]
 
 
 @pytest.mark.parametrize("magic", ["%%elastic", "%%elastic --setup", "%%elastic_run", "%%elastic_run --wait"])
@@ -232,12 +249,11 @@ def test_a_cell_at_a_commit_shows_equal_output_and_values_of_ranks_once(ip, magi
     monkeypatch.setattr(cell_output, "display", lambda data, **how: displayed.append((data["text/html"], how["raw"])))
     cluster.outputs = [row(0, "same\n", displays=(text, rich)), row(1, "same\n", displays=(text,))]
     shown = output_of(ip, capsys, "%%elastic --at-commit\nx")
-    assert shown.splitlines() == ["[all 2 ranks] same", "[rank 0] 7", "[rank 0]", "[rank 1] 7"]
+    assert shown.splitlines() == ["[ranks 0-1] same", "[ranks 0-1] 7", "[rank 0]"]
     assert displayed == [("<b>1</b>", True)]
     cluster.outputs = [row(0, displays=(text,)), row(1, displays=(text,))]
-    assert (
-        output_of(ip, capsys, "%%elastic --at-commit --rank 0 --rank 1 --limit 5 --timeout 9\nx") == "[all 2 ranks] 7"
-    )
+    line = "%%elastic_px --at-commit --rank 0 --rank 1 --limit 5 --timeout 9"
+    assert output_of(ip, capsys, f"{line}\nx") == "[ranks 0-1] 7"
     assert cluster.calls[-1] == ("execute at commit", "x\n", {"ranks": [0, 1], "limit": 5.0, "timeout": 9.0})
 
 

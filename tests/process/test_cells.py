@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -21,6 +22,44 @@ def test_cells_run_on_all_workers(cluster):
     assert re.search(r"^Cell, line 2\n.*^-+> 2 1 / 0$", rows[0][3], re.DOTALL | re.MULTILINE)
     assert rows[0][3].endswith("\nZeroDivisionError: division by zero")
     assert cluster.run_cell("x + 1").result(timeout=20) == [6, 6, 6]
+
+
+def test_output_arrives_while_the_cell_runs(cluster, tmp_path):
+    """The cell waits for a file that its own first line has the client write: it would not end otherwise."""
+    go, seen = tmp_path / "go", []
+
+    def on_output(pieces):
+        seen.extend(pieces)
+        if [piece.text for piece in seen] == ["begun\n"] * 3:
+            go.touch()
+
+    source = (
+        f"import os, time\nprint('begun')\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\nos.getpid()"
+    )
+    rows = cluster.execute(source, on_output=on_output, timeout=20)
+    assert [row[1:] for row in rows] == [("begun\n", "", None)] * 3
+    values = {piece.worker: json.loads(piece.text)[0]["text/plain"] for piece in seen if piece.kind == "display"}
+    assert values == {worker.id: str(worker.pid) for worker in cluster.workers}
+
+
+@pytest.mark.parametrize("setup", [False, True])
+def test_ctrl_c_interrupts_a_cell_on_the_workers(cluster, setup):
+    """They stay, and the next cell runs at once. A setup cell that was interrupted everywhere is not kept."""
+    before, seen, kept = [worker.pid for worker in cluster.workers], [], cluster.setup_cells
+
+    def on_output(pieces):
+        seen.extend(pieces)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster.execute(
+            "y = 7\nprint('begun')\nimport time\ntime.sleep(600)", on_output=on_output, setup=setup, timeout=20
+        )
+    cluster.wait(3, timeout=20)
+    rows = cluster.execute("import os\nprint(os.getpid(), y)", timeout=20)
+    assert [row[1] for row in rows] == [f"{pid} 7\n" for pid in before]
+    assert cluster.setup_cells == kept
 
 
 def test_no_output_of_a_cell_is_lost(cluster):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
+import threading
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from nbelastic.programs import cells
+from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.json_encoding import encode
@@ -27,8 +29,12 @@ def run(monkeypatch):
     shell = InteractiveShell(config=options)
     monkeypatch.setattr(cells, "get_ipython", lambda: shell)
 
-    def cell(source: str) -> worker_messages.CellResult:
-        return asyncio.run(cells.run(W, worker_messages.Cell(3, source)))
+    interrupts = CellInterrupts()
+
+    def cell(source: str, put=lambda *_: None) -> worker_messages.CellResult:
+        return asyncio.run(cells.run(W, worker_messages.Cell(3, source), put, interrupts))
+
+    cell.interrupts = interrupts
 
     yield cell
     shell.restore_sys_module_state()
@@ -56,6 +62,40 @@ def test_an_error_in_one_line_and_in_many(run, source, error):
     assert error.partition(":")[0] in result.traceback
     assert "\x1b" not in result.traceback
     assert "In[" not in result.traceback
+
+
+def test_output_is_passed_on_while_the_cell_runs(run):
+    """Text of both streams, what the cell displays, and its last value, in order."""
+    pieces = []
+    source = (
+        "import sys\nprint('one')\nshell.display_pub.publish({'text/html': '<b>'})\nprint('two', file=sys.stderr)\n4"
+    )
+    run(f"shell = get_ipython()\n{source}", lambda *piece: pieces.append(piece))
+    shown = [(kind, json.loads(text)[0] if kind == "display" else text) for _, kind, text in pieces]
+    expected = [("out", "one"), ("display", {"text/html": "<b>"}), ("err", "two"), ("display", {"text/plain": "4"})]
+    assert [one for one in shown if one in expected] == expected
+    assert {number for number, _, _ in pieces} == {3}
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "import time\ntime.sleep(60)",
+        "import asyncio\nawait asyncio.sleep(60)",
+        "await asyncio.sleep(0)\ntime.sleep(60)",
+    ],
+)
+def test_an_interrupt_ends_the_cell_and_nothing_else(run, wait):
+    """Whether it computes, awaits, or blocks after an await. The next cell runs, and has the names of the first."""
+
+    def interrupt_when_begun(number: int, _: str, text: str) -> None:
+        if text == "begun":
+            threading.Thread(target=run.interrupts.interrupt, args=(number,)).start()
+
+    run("import asyncio, time")
+    result = run(f"x = 5\nprint('begun')\n{wait}", interrupt_when_begun)
+    assert result.error.partition(":")[0] in ("KeyboardInterrupt", "CancelledError")
+    assert run("print(x)").stdout == "5\n"
 
 
 def test_a_full_disk_keeps_no_answer_back(run, monkeypatch):
