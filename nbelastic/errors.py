@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 
 class NbelasticError(Exception):
     """Base of every error that nbelastic raises on purpose."""
@@ -54,6 +56,10 @@ class JobError(NbelasticError):
     def __str__(self) -> str:
         text = str(self.args[0])
         return f"{text}\n\n{self.remote_traceback.rstrip()}" if self.remote_traceback else text
+
+    def _repr_html_(self) -> str:
+        traceback = f"<pre>{escape(self.remote_traceback.rstrip())}</pre>" if self.remote_traceback else ""
+        return f"<div><strong>{type(self).__name__}</strong>: {escape(str(self.args[0]))}</div>{traceback}"
 
 
 class JobStoppedError(JobError):

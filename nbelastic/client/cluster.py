@@ -229,7 +229,7 @@ class Cluster(ClusterView):
         return Path(self._link.ask(requests.MakeConnectionFile(spec), None, "the connection file"))
 
     def _hold(self, copy: JobCopy) -> Job:
-        self._job = Job(self._link.last_connection, copy)
+        self._job = Job(self._link.last_connection, copy, self._subscriptions.has_any)
         return self._job
 
     @overload

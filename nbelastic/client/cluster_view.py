@@ -8,6 +8,7 @@ from typing import Any
 
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.engine_client import EngineClient
+from nbelastic.client.notebook_line import in_notebook
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.protocol import requests
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
@@ -20,6 +21,9 @@ class ClusterView:
     _link: DriverLink
     _subscriptions: Subscriptions
     _engines: EngineClient
+    _shown: Any = (
+        None  # the dashboard at the ends of cells, always the same: one stream of updates serves all its views
+    )
 
     @property
     def died(self) -> bool:
@@ -99,6 +103,15 @@ class ClusterView:
         import importlib
 
         return importlib.import_module("nbelastic.notebook.dashboard").Dashboard(self)
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        """In a notebook, a cluster at the end of a cell is its dashboard; elsewhere it is a line of text."""
+        if not in_notebook():
+            return {"text/plain": repr(self)}
+        if self._shown is None:
+            self._shown = self.dashboard()
+        bundle: dict[str, Any] = self._shown._repr_mimebundle_()
+        return bundle
 
     def __repr__(self) -> str:
         status = self.status()

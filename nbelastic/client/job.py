@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from html import escape
+from typing import Any, TextIO
 
 from nbelastic.client.connection import Connection
 from nbelastic.client.job_copy import JobCopy
+from nbelastic.client.notebook_line import NotebookLine, in_notebook
 from nbelastic.client.progress import ProgressLine, describe_progress, terminal
 from nbelastic.client.waiting import ANSWER_TIMEOUT, wait_for_result
 from nbelastic.errors import ClusterStoppedError, DriverLostError, JobError, JobStoppedError, UsageError
@@ -21,12 +23,14 @@ from nbelastic.system import pickling
 class Job:
     """A running or ended job. `result()`, or `await`, returns one value per rank of the last world, by rank.
 
-    A wait at a terminal shows the job's progress.
+    A wait at a terminal, or in a notebook without the dashboard, shows the job's progress.
     """
 
-    def __init__(self, driver: Callable[[], Connection], copy: JobCopy) -> None:
-        """`driver()` returns the connection to the present driver."""
-        self._connection, self._copy = driver, copy
+    def __init__(
+        self, driver: Callable[[], Connection], copy: JobCopy, has_view: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`driver()` returns the connection to the present driver; `has_view()`: a dashboard shows the job already."""
+        self._connection, self._copy, self._has_view = driver, copy, has_view
         self._wakers: set[Callable[[], None]] = set()  # one for each coroutine that awaits the end
         self._values: list[Any] | None = None  # unpickled on first use
         copy.future.add_done_callback(lambda _: self._wake_all())
@@ -61,7 +65,7 @@ class Job:
         JobError with the first failing rank's remote traceback, or if a value cannot be unpickled here; JobStoppedError, or
         WaitTimeoutError with the reason.
         """
-        with ProgressLine(self._describe_progress, terminal()) as progress:
+        with ProgressLine(self._describe_progress, self._progress_line()) as progress:
             packed = wait_for_result(self._copy.future, timeout, self._describe_wait, progress.show)
         return self._unpack(packed)
 
@@ -95,7 +99,7 @@ class Job:
 
         self._wakers.add(wake)
         try:
-            with ProgressLine(self._describe_progress, terminal()) as progress:
+            with ProgressLine(self._describe_progress, self._progress_line()) as progress:
                 while not self.done():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(progress.interval):
@@ -113,6 +117,10 @@ class Job:
 
     def _describe_wait(self) -> str:
         return f"{self.name}: {self._driver.status.reason}"
+
+    def _progress_line(self) -> TextIO | NotebookLine | None:
+        """Where a wait shows the progress, if anywhere."""
+        return NotebookLine() if in_notebook() and not self._has_view() else terminal()
 
     def _describe_progress(self) -> str:
         status = self._driver.status
@@ -180,6 +188,17 @@ class Job:
                 continue
             for line in output.newest(w)[-tail:]:
                 yield line.text if is_single else f"{w} | {line.text}"
+
+    def _repr_html_(self) -> str:
+        """For a notebook. A running job has no numbers here, as stored outputs are compared when a notebook is tested."""
+        head = f"<div><strong>{escape(self.name)}</strong>: {self.status}</div>"
+        error = self._copy.future.exception() if self.done() else None
+        if isinstance(error, JobError):
+            return head + error._repr_html_()
+        if error is not None or self.done():
+            return f"{head}<div>{escape(str(error))}</div>" if error else head
+        waits, logs, stops = (f"<code>%elastic_{name}</code>" for name in ("wait", "logs", "stop --job"))
+        return f"{head}<div>{waits} waits for its end, {logs} prints its output, {stops} stops it.</div>"
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: {self.status}>"

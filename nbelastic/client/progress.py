@@ -1,4 +1,4 @@
-"""A job's progress at a terminal: one line, rewritten in place."""
+"""A job's progress at a terminal or in a notebook: one line, rewritten in place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Self, TextIO
 
+from nbelastic.client.notebook_line import NotebookLine
 from nbelastic.protocol.status import Status
 
 INTERVAL = 0.25  # seconds between two updates
@@ -32,6 +33,7 @@ def describe_progress(status: Status) -> str:
     parts = (
         f"{job}running",
         _worker_count(status),
+        _restart_count(status),
         _step_count(status),
         _speed(rate),
         _remaining_time(status, rate),
@@ -44,6 +46,11 @@ def _worker_count(status: Status) -> str:
     low, high = status.min, status.max
     bounds = f"{low}+" if high is None else f"{low}" if low == high else f"{low}–{high}"
     return f"{status.world_size} / {bounds} workers"
+
+
+def _restart_count(status: Status) -> str:
+    count = sum(worker.restarts for worker in status.workers)
+    return f"{count} restart{'' if count == 1 else 's'}" if count else ""
 
 
 def _step_count(status: Status) -> str:
@@ -90,12 +97,12 @@ def terminal() -> TextIO | None:
 class ProgressLine:
     """The line. `show()` may be called often: the line changes at most 4 times per second. It is cleared at the end of `with`.
 
-    `text` is called only when the line changes. Without a terminal (`stream` is None) nothing is shown. If the terminal is
-    closed, the wait goes on without it.
+    `text` is called only when the line changes. Without a terminal or notebook (`stream` is None) nothing is shown. If the
+    terminal is closed, the wait goes on without it.
     """
 
     def __init__(
-        self, text: Callable[[], str], stream: TextIO | None, clock: Callable[[], float] = time.monotonic
+        self, text: Callable[[], str], stream: TextIO | NotebookLine | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._text, self._stream, self._clock = text, stream, clock
         self._next_change = 0.0
@@ -110,7 +117,8 @@ class ProgressLine:
         now = self._clock()
         if self._stream is not None and now >= self._next_change:
             self._next_change = now + INTERVAL
-            self._write(fit(self._text(), _width(self._stream)))
+            text = self._text()
+            self._write(text if isinstance(self._stream, NotebookLine) else fit(text, _width(self._stream)))
             self._shown = True
 
     def __enter__(self) -> Self:
@@ -122,6 +130,9 @@ class ProgressLine:
 
     def _write(self, text: str) -> None:
         if self._stream is None:
+            return
+        if isinstance(self._stream, NotebookLine):
+            self._stream.show(text)
             return
         try:
             self._stream.write(f"\r{text}{CLEAR}" if text else f"\r{CLEAR}")

@@ -37,6 +37,10 @@ class Subscriptions:
         self._notified.set()
         return lambda: self._remove(callback)
 
+    def has_any(self) -> bool:
+        """Whether anything, such as a dashboard, shows the status."""
+        return bool(self._callbacks)
+
     def notify(self) -> None:
         """Have the callbacks called soon."""
         self._notified.set()

@@ -1,0 +1,28 @@
+"""A line of a notebook's output that changes in place."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, which shows widgets and can change output that it has shown."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookLine:
+    """For the thread that runs the cell. The first text and the last one are empty: a stored output does not depend on time."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        """Show this text instead of the last one."""
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+        self._handle.update({"text/plain": text}, raw=True)
