@@ -10,7 +10,7 @@ from IPython.core.magic import magics_class
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cell_output import CellDisplay, cell_id, raise_errors, short_syntax_errors, show_commit_output
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic, show_in_one_line
+from nbelastic.notebook.magic_arguments import argument, magic, out, several, show_in_one_line
 
 INTERRUPTED = "the cell is interrupted on the workers, which stay and keep the names that it has set."
 _TIMEOUT = argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it")
@@ -24,10 +24,9 @@ _CELL_OPTIONS = (
     ),
     _TIMEOUT,
     argument("--at-commit", action="store_true", help="with a cell: run it in the middle of the running program"),
-    argument(
-        "--rank", type=int, action="append", metavar="RANK", help="with --at-commit: only on this rank (repeatable)"
-    ),
+    several("--rank", each=int, metavar="RANK", help="with --at-commit: only on these ranks"),
     argument("--limit", type=float, metavar="S", help="with --at-commit: interrupt the cell after S seconds (30)"),
+    out("each worker's output and error"),
 )
 
 
@@ -60,6 +59,7 @@ class CellMagics(ClusterMagics):
             "--clear", nargs="?", const="", metavar="KEY", help="forget the setup cell with this KEY; without KEY, all"
         ),
         _TIMEOUT,
+        out("each worker's output and error"),
     )
     def elastic_setup(self, options: Namespace, cell: str | None) -> None:
         """%%elastic_setup runs its cell on every worker, and on each later one before its program.
@@ -70,9 +70,9 @@ class CellMagics(ClusterMagics):
         if cell is not None:
             if options.clear is not None:
                 raise UsageError("--clear needs no cell: write %elastic_setup --clear.")
-            self._run_setup(options.key, cell, options.timeout)
-        elif options.key is not None or options.timeout is not None:
-            raise UsageError("KEY and --timeout need a cell: write %%elastic_setup above it.")
+            self._run_setup(options.key, cell, options)
+        elif options.key is not None or options.timeout is not None or options.out_variable is not None:
+            raise UsageError("KEY, --timeout and --out need a cell: write %%elastic_setup above it.")
         elif options.clear is not None:
             cluster.clear_setup(options.clear or None)
         else:
@@ -81,6 +81,7 @@ class CellMagics(ClusterMagics):
 
     def _run_cell(self, options: Namespace, cell: str) -> None:
         cluster = self._cluster()
+        self._check_variable(options.out_variable)
         given = {"ranks": options.rank, "limit": options.limit}
         at_commit = {name: value for name, value in given.items() if value is not None}
         if at_commit and not options.at_commit:
@@ -90,25 +91,27 @@ class CellMagics(ClusterMagics):
                 raise UsageError("a setup cell runs between jobs: leave out --setup or --at-commit.")
             with short_syntax_errors():
                 rows = cluster.execute(cell, at_commit=True, timeout=options.timeout, **at_commit)
+            self._keep(options.out_variable, rows)
             show_commit_output(rows)
         elif options.setup is not None:
-            self._run_setup(options.setup, cell, options.timeout)
+            self._run_setup(options.setup, cell, options)
         else:
-            self._show_cell(cell, timeout=options.timeout)
+            self._show_cell(cell, options)
 
-    def _run_setup(self, key: str | None, cell: str, timeout: float | None) -> None:
-        self._show_cell(cell, setup=True, key=key or cell_id(self.shell), timeout=timeout)
+    def _run_setup(self, key: str | None, cell: str, options: Namespace) -> None:
+        self._show_cell(cell, options, setup=True, key=key or cell_id(self.shell))
 
-    def _show_cell(self, cell: str, **options: Any) -> None:
+    def _show_cell(self, cell: str, options: Namespace, **how: Any) -> None:
         """Run a cell between jobs, and show its output while it runs."""
         cluster = self._cluster()
         shown = CellDisplay([worker.id for worker in cluster.workers if worker.state == "ready"])
         try:
             with short_syntax_errors():
-                rows = cluster.execute(cell, on_output=shown.update, **options)
+                rows = cluster.execute(cell, on_output=shown.update, timeout=options.timeout, **how)
         except KeyboardInterrupt as error:
             show_in_one_line(error, INTERRUPTED)
             raise
         finally:
             shown.end()
+        self._keep(options.out_variable, rows)
         raise_errors(rows)

@@ -8,7 +8,7 @@ from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.magic_arguments import argument, magic, several
 
 
 @magics_class
@@ -17,7 +17,7 @@ class ChangeMagics(ClusterMagics):
 
     # ---- hosts and workers ----
 
-    @magic("line", argument("hosts", nargs="+", metavar="NEW", help="name, name:slots or user@name:slots"))
+    @magic("line", several("hosts", metavar="NEW", help="name, name:slots or user@name:slots"))
     def elastic_add(self, options: Namespace) -> None:
         """Add hosts. A running job includes them without losing a step. Returns at once."""
         cluster = self._cluster()
@@ -26,7 +26,7 @@ class ChangeMagics(ClusterMagics):
 
     @magic(
         "line",
-        argument("hosts", nargs="+", metavar="HOST", help="the names of hosts"),
+        several("hosts", metavar="HOST", help="the names of hosts"),
         argument("--now", action="store_true", help="remove at once, without waiting for the next commit"),
     )
     def elastic_remove(self, options: Namespace) -> None:
@@ -46,7 +46,7 @@ class ChangeMagics(ClusterMagics):
             raise UsageError("give --min N, --max N or both.")
         self._cluster().scale(min=options.min, max=options.max, by="%elastic_scale")
 
-    @magic("line", argument("workers", nargs="+", metavar="WORKER", help="the workers' ids, as in localhost/0#1"))
+    @magic("line", several("workers", metavar="WORKER", help="the workers' ids, as in localhost/0#1"))
     def elastic_restart(self, options: Namespace) -> None:
         """Kill workers and start others in their slots. A training goes on without a lost step. Returns at once."""
         cluster = self._cluster()

@@ -46,6 +46,13 @@ class ClusterMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         if dashboard is not None:
             dashboard.close()
 
+    def _keep(self, variable: str | None, value: object) -> bool:
+        """Set the user's variable, if there is one. Returns whether there is."""
+        self._check_variable(variable)
+        if variable:
+            self.shell.user_ns[variable] = value
+        return bool(variable)
+
     def _check_variable(self, name: str | None) -> None:
         if name is not None and not name.isidentifier():
             raise UsageError(f"{name!r} is not a valid variable name.")

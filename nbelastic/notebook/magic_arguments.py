@@ -40,6 +40,37 @@ def argument(*names: str, **settings: Any) -> Argument:
     return Argument(names, settings)
 
 
+class Listed(argparse.Action):
+    """Several values, with blanks or commas between them; an option may also be repeated. `each` converts one value."""
+
+    def __init__(self, *args: Any, each: Callable[[str], Any] = str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._each = each
+
+    def __call__(self, _: argparse.ArgumentParser, namespace: Namespace, values: Any, __: str | None = None) -> None:
+        """Add the values to those of earlier options. ArgumentError for a wrong one, or if there is none."""
+        words = [word for value in values for word in value.split(",") if word]
+        if not words:
+            raise argparse.ArgumentError(self, "expected at least one argument")
+        for word in words:
+            try:
+                value = self._each(word)
+            except ValueError:
+                name = getattr(self._each, "__name__", "")
+                raise argparse.ArgumentError(self, f"invalid {name} value: {word!r}") from None
+            setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), value])
+
+
+def several(*names: str, **settings: Any) -> Argument:
+    """Describe an argument with several values: see `Listed`."""
+    return Argument(names, {"action": Listed, "nargs": "+", **settings})
+
+
+def out(help: str) -> Argument:  # noqa: A002  (as for argparse)
+    """The option `--out`: a variable that gets what the magic returns."""
+    return argument("--out", dest="out_variable", metavar="VARIABLE", help=f"variable that gets {help}")
+
+
 def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Make a magic of a method `(self, options)`, or `(self, options, cell)` if there may be a cell. It has the method's name.
 
@@ -89,20 +120,20 @@ def show_in_one_line(error: KeyboardInterrupt, text: str = NO_LONGER_WAITING) ->
     vars(error).setdefault("_render_traceback_", lambda: [f"KeyboardInterrupt: {text}"])
 
 
-def completion(parsers: Callable[[str, bool], argparse.ArgumentParser | None], values: Callable[[], Values]) -> Any:
+def completion(parsers: Callable[[str, bool], argparse.ArgumentParser | None], known: Callable[[], Values]) -> Any:
     """Create a matcher for IPython's completer. `parsers(name, is_cell)` finds a magic's parser."""
 
     def match(context: CompletionContext) -> SimpleMatcherResult:
         line = _LINE.match(context.text_until_cursor)
         parser = parsers(line["name"], line["percent"] == "%%") if line else None
-        word, completions = complete(parser, line["rest"], values()) if line and parser else ("", [])
+        word, completions = complete(parser, line["rest"], known()) if line and parser else ("", [])
         found = [SimpleCompletion(text=text, type="magic") for text in completions]
         return SimpleMatcherResult(completions=found, matched_fragment=word, suppress=bool(found))
 
     return context_matcher(priority=200, identifier="nbelastic")(match)
 
 
-def complete(parser: argparse.ArgumentParser, text: str, values: Values) -> tuple[str, list[str]]:
+def complete(parser: argparse.ArgumentParser, text: str, offers: Values) -> tuple[str, list[str]]:
     """Return the word at the cursor and its completions. `text` is the line after the magic's name.
 
     Completions are options, or the known values of the option before the word. In `a,b` the word is `b`.
@@ -111,18 +142,23 @@ def complete(parser: argparse.ArgumentParser, text: str, values: Values) -> tupl
     word = "" if text[-1:].isspace() or not words else words.pop()
     before = words[-1] if words else ""
     actions = parser._actions
-    awaiting = [a for a in actions if before in a.option_strings and a.nargs != 0]
-    known = [value for a in (awaiting or actions) if awaiting or not a.option_strings for value in _known(a, values)]
-    if not awaiting:
+    option = next((word for word in reversed(words) if word.startswith("-")), "")
+    awaiting = [
+        a
+        for a in actions
+        if (before in a.option_strings and a.nargs != 0) or (isinstance(a, Listed) and option in a.option_strings)
+    ]
+    known = [value for a in (awaiting or actions) if awaiting or not a.option_strings for value in _known(a, offers)]
+    if not awaiting or before != option:
         known += [a.option_strings[-1] for a in actions if a.option_strings]
     *listed, word = word.split(",")
     return word, [value for value in known if value not in {*words, *listed} and value.startswith(word)]
 
 
-def _known(action: argparse.Action, values: Values) -> Iterable[str]:
+def _known(action: argparse.Action, offers: Values) -> Iterable[str]:
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
-    known = values.get(str(action.metavar))
+    known = offers.get(str(action.metavar))
     return known() if known else ()
 
 

@@ -10,7 +10,7 @@ from IPython.core.magic import magics_class
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cell_output import short_syntax_errors
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.magic_arguments import argument, magic, out
 from nbelastic.notebook.script_arguments import SCRIPT_OPTIONS, script_options
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class RunMagics(ClusterMagics):
 
     @magic(
         "line_cell",
-        argument("--job", dest="job_variable", metavar="VARIABLE", help="variable that gets the Job"),
+        argument("--job", "--out", dest="job_variable", metavar="VARIABLE", help="variable that gets the Job"),
         argument("--wait", action="store_true", help="return when the job has ended"),
         argument("--timeout", type=float, metavar="S", help="wait for at most S seconds"),
         argument(
@@ -67,10 +67,15 @@ class RunMagics(ClusterMagics):
         "line",
         argument("--world", type=int, metavar="N", help="wait until N workers are in one world"),
         argument("--timeout", type=float, metavar="S", help="give up after S seconds and report what is missing"),
+        out("the job's values by rank or, with --world, the Status"),
     )
     def elastic_wait(self, options: Namespace) -> None:
         """Wait until the job has ended or, with --world, until a world of that size runs."""
+        self._check_variable(options.out_variable)
+        value: object
         if options.world is None:
-            self._job().result(timeout=options.timeout)
+            value = self._job().result(timeout=options.timeout)
         else:
-            self._cluster().wait(options.world, **({} if options.timeout is None else {"timeout": options.timeout}))
+            limit = {} if options.timeout is None else {"timeout": options.timeout}
+            value = self._cluster().wait(options.world, **limit)
+        self._keep(options.out_variable, value)

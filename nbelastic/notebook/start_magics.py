@@ -10,7 +10,7 @@ from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.magic_arguments import argument, magic, out
 from nbelastic.notebook.px_guard import guard_px
 from nbelastic.notebook.start_options import START_OPTIONS, cluster_arguments
 
@@ -41,7 +41,8 @@ class StartMagics(ClusterMagics):
         timeout = given.pop("timeout", None)
         is_hidden = given.pop("no_dashboard")
         variable = given.pop("cluster_variable", None)
-        self.cluster = self.create(given.pop("hosts", None), **cluster_arguments(given))
+        hosts = ",".join(given.pop("hosts", ())) or None
+        self.cluster = self.create(hosts, **cluster_arguments(given))
         self._close_dashboard()
         if variable:
             self.shell.user_ns[variable] = self.cluster
@@ -84,13 +85,14 @@ class StartMagics(ClusterMagics):
         self._cluster().detach()
         self.cluster = None
 
-    @magic("line")
-    def elastic_list(self, _: Namespace) -> ClusterList:
+    @magic("line", out("the list, which is then not shown"))
+    def elastic_list(self, options: Namespace) -> ClusterList | None:
         """Show your clusters on this machine, with a driver or waiting for one."""
         from nbelastic.notebook.status_text import ClusterList
         from nbelastic.protocol.local_clusters import clusters
 
-        return ClusterList(clusters())
+        shown = ClusterList(clusters())
+        return None if self._keep(options.out_variable, shown.clusters) else shown
 
     @magic("line", argument("--job", action="store_true", help="stop only the job; the workers stay"))
     def elastic_stop(self, options: Namespace) -> None:

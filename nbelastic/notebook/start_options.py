@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbelastic.notebook.magic_arguments import argument, split_pair
+from nbelastic.notebook.magic_arguments import argument, several, split_pair
 
 START_OPTIONS = (
     argument("--min", type=int, metavar="N", help="least number of workers to train with (default 1)"),
     argument("--max", type=int, metavar="N", help="greatest number of workers (default: as many as there are slots)"),
-    argument("--hosts", metavar="HOST", help="name, name:slots or user@name:slots, separated by commas"),
+    several("--hosts", metavar="HOST", help="name, name:slots or user@name:slots; several with blanks or commas"),
     argument(
         "--discover",
         dest="discovery",
@@ -25,8 +25,8 @@ START_OPTIONS = (
     argument("--silence", type=float, metavar="S", help="seconds after which an unresponsive worker is lost (10)"),
     argument("--stall", type=float, metavar="S", help="replace a worker that others wait for longer than S (never)"),
     argument("--stop-timeout", type=float, metavar="S", help="seconds for a last checkpoint at a stop (60)"),
-    argument("--timeouts", metavar="NAMES", help="seconds for other waits, for example recover=30,form=120"),
-    argument("--nics", metavar="NAMES", help="network interfaces to use, separated by commas (default: found)"),
+    several("--timeouts", metavar="NAMES", help="seconds for other waits, for example recover=30 form=120"),
+    several("--nics", metavar="NAMES", help="network interfaces to use (default: found)"),
     argument("--python", metavar="PATH", help="Python on hosts other than this machine (default: this one's path)"),
     argument("--env", action="append", metavar="NAME=VALUE", help="variable for agents and workers; can be repeated"),
     argument("--cwd", metavar="FOLDER", help="where workers run (default: here; on other hosts, the home folder)"),
@@ -40,7 +40,7 @@ START_OPTIONS = (
     ),
     argument("--log-dir", metavar="FOLDER", help="folder for logs and the event log"),
     argument("--name", metavar="NAME", help="name of the cluster"),
-    argument("--preload", metavar="MODULES", help="modules to import before workers fork, separated by commas"),
+    several("--preload", metavar="MODULES", help="modules to import before workers fork"),
     argument(
         "--keep",
         action="store_true",
@@ -58,12 +58,13 @@ START_OPTIONS = (
 def cluster_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Convert options to arguments of `Cluster`: lists to tuples, NAME=VALUE to mappings."""
     if "preload" in options:
-        options["preload"] = tuple(part.strip() for part in options["preload"].split(",") if part.strip())
+        options["preload"] = tuple(options["preload"])
+    if "nics" in options:
+        options["nics"] = ",".join(options["nics"])
     if "cooldown" in options:
         options["cooldown"] = tuple(options["cooldown"])
     if "timeouts" in options:
-        parts = (part for part in options["timeouts"].split(",") if part.strip())
-        options["timeouts"] = dict(split_pair("--timeouts", part.strip()) for part in parts)
+        options["timeouts"] = dict(split_pair("--timeouts", text) for text in options["timeouts"])
     for name, flag in (("env", "--env"), ("launcher_options", "--launcher-option")):
         if name in options:
             options[name] = dict(split_pair(flag, text) for text in options[name])

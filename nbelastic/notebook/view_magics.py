@@ -11,7 +11,7 @@ from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.magic_arguments import argument, magic, out
 from nbelastic.notebook.stack_groups import group_equal_stacks, group_title
 
 if TYPE_CHECKING:
@@ -27,27 +27,32 @@ class ViewMagics(ClusterMagics):
         """Show the dashboard, as often as you like: all views show the same."""
         self._show_dashboard()
 
-    @magic("line")
-    def elastic_status(self, _: Namespace) -> StatusView:
+    @magic("line", out("the Status, which is then not shown"))
+    def elastic_status(self, options: Namespace) -> StatusView | None:
         """Show hosts, workers and the job as they are now."""
         from nbelastic.notebook.status_text import StatusView
 
-        return StatusView(self._cluster().status())
+        status = self._cluster().status()
+        return None if self._keep(options.out_variable, status) else StatusView(status)
 
     @magic(
         "line",
         argument("rank", nargs="?", type=int, metavar="RANK", help="the rank to read (default: all)"),
         argument("--worker", metavar="WORKER", help="the worker to read, as in localhost/0#1"),
         argument("--tail", type=int, default=100, metavar="N", help="print the last N lines (100)"),
+        out("the text, which is then not printed"),
     )
     def elastic_logs(self, options: Namespace) -> None:
         """Print what the workers of the current or last job have printed."""
-        print(self._job().logs(rank=options.rank, worker=options.worker, tail=options.tail).rstrip("\n"))
+        text = self._job().logs(rank=options.rank, worker=options.worker, tail=options.tail).rstrip("\n")
+        if not self._keep(options.out_variable, text):
+            print(text)
 
     @magic(
         "line",
         argument("rank", nargs="?", type=int, metavar="RANK", help="the rank to show (default: all workers)"),
         argument("--timeout", type=float, default=2.0, metavar="S", help="how many seconds to wait for answers (2)"),
+        out("the list of stacks, which are then not printed"),
     )
     def elastic_stacks(self, options: Namespace) -> None:
         """Print where every worker is right now: its Python stack. It shows why a training hangs."""
@@ -56,6 +61,8 @@ class ViewMagics(ClusterMagics):
             stacks = [stack for stack in stacks if stack.rank == options.rank]
             if not stacks:
                 raise UsageError(f"there is no rank {options.rank} now.")
+        if self._keep(options.out_variable, stacks):
+            return
         for group in group_equal_stacks(stacks):
             print(group_title(group), group[0].text, sep="\n")
 

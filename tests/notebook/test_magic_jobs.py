@@ -220,7 +220,7 @@ def test_old_and_new_names_do_the_same(ip, magics, cluster, capsys):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("%elastic_setup key", "KEY and --timeout need a cell: write %%elastic_setup above it."),
+        ("%elastic_setup key", "KEY, --timeout and --out need a cell: write %%elastic_setup above it."),
         ("%%elastic_setup --clear\nx", "--clear needs no cell: write %elastic_setup --clear."),
     ],
 )

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeJob
 from IPython.core.completer import provisionalcompleter
 from magic_output import output_of
 
@@ -49,6 +50,66 @@ def test_an_impossible_request_fails_with_one_line(ip, magics, capsys, line, mes
     assert shown.startswith(f"UsageError: {message}")
     assert len(shown.splitlines()) == 1
     assert not ip.run_cell(line).success
+
+
+@pytest.mark.parametrize("blank", [" ", ",", ", ", " ,"])
+def test_lists_have_blanks_or_commas(ip, magics, cluster, blank):
+    """Everywhere; an option with several values may also be repeated."""
+    before = len(cluster.calls)
+    lines = (f"%elastic_add a:2{blank}b:3", f"%elastic_remove a{blank}b --now", f"%elastic_restart a/0#1{blank}b/0#1")
+    for line in (*lines, f"%%elastic_px --at-commit --rank 0{blank}2 --rank 3\nx"):
+        ip.run_cell(line).raise_error()
+    assert cluster.calls[before:] == [
+        ("add_host", "a:2", "%elastic_add"),
+        ("add_host", "b:3", "%elastic_add"),
+        ("remove_host", "a", True, "%elastic_remove"),
+        ("remove_host", "b", True, "%elastic_remove"),
+        ("restart", "a/0#1", "%elastic_restart"),
+        ("restart", "b/0#1", "%elastic_restart"),
+        ("execute at commit", "x\n", {"timeout": None, "ranks": [0, 2, 3]}),
+    ]
+    ip.run_cell("%elastic_stop").raise_error()
+    names = f"--hosts a:2{blank}b:2 --preload x{blank}y --nics eth0{blank}eth1 --timeouts form=1{blank}recover=2"
+    ip.run_cell(f"%elastic_start --no-dashboard {names}").raise_error()
+    options = magics.cluster.options
+    assert [options[name] for name in ("hosts", "preload", "nics")] == ["a:2,b:2", ("x", "y"), "eth0,eth1"]
+    assert options["timeouts"] == {"form": "1", "recover": "2"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%%elastic_px --rank 0,x\ny", "argument --rank: invalid int value: 'x'; %elastic_px? shows the options."),
+        ("%elastic_add ,", "argument NEW: expected at least one argument; %elastic_add? shows the options."),
+        ("%elastic_status --out 1x", "'1x' is not a valid variable name."),
+        ("%%elastic_px --out 1x\ny", "'1x' is not a valid variable name."),
+    ],
+)
+def test_a_wrong_value_in_a_list_is_named(ip, magics, cluster, capsys, line, message):
+    """Nothing is sent."""
+    assert output_of(ip, capsys, line) == f"UsageError: {message}"
+
+
+def test_results_go_into_variables(ip, magics, cluster, capsys):
+    """--out works alike with each magic that has a result. What goes into a variable is not shown too."""
+    cluster.job = FakeJob()
+    cluster.shown_stacks = ["stack"]
+    cluster.outputs = [("a/0#1", "", "", None)]
+    for line in ("%elastic_status", "%elastic_logs 1", "%elastic_stacks", "%elastic_wait", "%elastic_list"):
+        assert output_of(ip, capsys, f"{line} --out {line.split()[0][9:]}") == ""
+    ip.run_cell("%%elastic_px --out rows\nx").raise_error()
+    ip.run_cell("%%elastic_setup --out setup\nx").raise_error()
+    ip.run_cell("%%elastic_run --out job\nx").raise_error()
+    found = ip.user_ns
+    assert found["status"] is cluster.status()
+    assert found["logs"] == "rank=1 worker=None tail=100"
+    assert (found["stacks"], found["wait"], found["rows"], found["setup"]) == (
+        ["stack"],
+        [None, None],
+        *[cluster.outputs] * 2,
+    )
+    assert isinstance(found["list"], list)
+    assert found["job"] is cluster.job
 
 
 README = Path(__file__).parents[2] / "README.md"
