@@ -12,7 +12,7 @@ from nbelastic.notebook.cell_output import CellDisplay, cell_id, raise_errors, s
 from nbelastic.notebook.cluster_magics import ClusterMagics
 from nbelastic.notebook.magic_arguments import argument, magic, out, several, show_in_one_line
 
-INTERRUPTED = "the cell is interrupted on the workers, which stay and keep the names that it has set."
+INTERRUPTED = "the cell is interrupted on the workers, which stay."
 _TIMEOUT = argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it")
 _CELL_OPTIONS = (
     argument(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ class LiveOutput:
 
     def __init__(self, workers: Sequence[str] = ()) -> None:
         self._waiting: dict[str, deque[_Item]] = {worker: deque() for worker in workers}
+        self._counts: Counter[tuple[str, str]] = Counter()  # how often each line waits
         self._unfinished: dict[tuple[str, str], str] = {}  # by worker and stream
 
     @property
@@ -37,13 +38,14 @@ class LiveOutput:
 
     def add(self, worker: str, kind: str, text: str, now: float = 0.0) -> None:
         """Take text of a stream, which may end in the middle of a line, or a display."""
-        waiting = self._waiting.setdefault(worker, deque())
+        self._waiting.setdefault(worker, deque())
         if kind == "display":
             self._finish_lines(worker, now)
-            waiting.append(_Item(kind, text, now))
+            self._append(worker, _Item(kind, text, now))
             return
         *lines, rest = (self._unfinished.pop((worker, kind), "") + text).split("\n")
-        waiting.extend(_Item(kind, line, now) for line in lines)
+        for line in lines:
+            self._append(worker, _Item(kind, line, now))
         if rest:
             self._unfinished[worker, kind] = rest
 
@@ -63,17 +65,30 @@ class LiveOutput:
         for kind in ("out", "err"):
             rest = self._unfinished.pop((worker, kind), "")
             if rest:
-                self._waiting[worker].append(_Item(kind, rest, now))
+                self._append(worker, _Item(kind, rest, now))
+
+    def _append(self, worker: str, item: _Item) -> None:
+        self._waiting.setdefault(worker, deque()).append(item)
+        self._counts[item[:2]] += 1
 
     def _next(self, before: float) -> Shown | None:
-        """The next line of the first worker that has one which may be shown. Lines older than `before` wait no longer."""
-        for waiting in self._waiting.values():
-            if not waiting:
-                continue
-            kind, text, at = waiting[0]
-            same = [w for w, other in self._waiting.items() if other and other[0][:2] == (kind, text)]
-            if len(same) == len(self._waiting) or at <= before:
-                for worker in same:
-                    self._waiting[worker].popleft()
-                return Shown(same, kind, text)
-        return None
+        """The next line that may be shown: all workers have it next, or it is older than `before`.
+
+        Of several, the first one that no other worker has further down: its turn comes later, and then it is folded.
+        """
+        heads: dict[tuple[str, str], list[str]] = {}
+        for worker, waiting in self._waiting.items():
+            if waiting:
+                heads.setdefault(waiting[0][:2], []).append(worker)
+        due = [
+            head
+            for head, workers in heads.items()
+            if len(workers) == len(self._waiting) or any(self._waiting[worker][0].at <= before for worker in workers)
+        ]
+        if not due:
+            return None
+        kind, text = chosen = next((head for head in due if self._counts[head] == len(heads[head])), due[0])
+        for worker in heads[chosen]:
+            self._waiting[worker].popleft()
+        self._counts[chosen] -= len(heads[chosen])
+        return Shown(heads[chosen], kind, text)

@@ -33,17 +33,13 @@ def test_a_line_waits_for_others_only_for_a_while(output):
 
 
 def test_each_worker_keeps_the_order_of_its_lines(output):
-    """Equal lines are folded as long as that changes no order; different lines of a worker stay together."""
+    """Equal lines are folded as long as that changes no order, also after different ones, which stay together."""
     for worker, text in (("a", "same\na1\na2\nend\n"), ("b", "same\nb1\nend\n")):
         output.add(worker, "out", text, now=1.0)
-    assert lines(output.take_rest()) == [
-        ("a+b", "same"),
-        ("a", "a1"),
-        ("a", "a2"),
-        ("a", "end"),
-        ("b", "b1"),
-        ("b", "end"),
-    ]
+    assert lines(output.take_rest()) == [("a+b", "same"), ("a", "a1"), ("a", "a2"), ("b", "b1"), ("a+b", "end")]
+    for worker, text in (("a", "x\ny\n"), ("b", "y\nx\n")):
+        output.add(worker, "out", text, now=2.0)
+    assert lines(output.take_rest()) == [("a", "x"), ("a+b", "y"), ("b", "x")]
 
 
 def test_an_unfinished_line_is_shown_when_it_is_complete(output):
