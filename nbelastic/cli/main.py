@@ -12,8 +12,9 @@ import msgspec
 
 from nbelastic.cli.follow import TAIL, Output, follow_all, follow_job
 from nbelastic.client.cluster import Cluster
-from nbelastic.errors import ClusterStoppedError, NbelasticError, UsageError
-from nbelastic.notebook.status_text import ClusterList, StatusView, limits
+from nbelastic.client.doctor import examine
+from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
+from nbelastic.notebook.status_text import ClusterList, FindingList, StatusView, limits
 from nbelastic.system import versions
 from nbelastic.system.terminal_text import remove_controls
 
@@ -132,6 +133,13 @@ def _attach(options: Namespace) -> None:
     follow_all(_attached(options))
 
 
+def _doctor(options: Namespace) -> None:
+    found = FindingList(examine(options.hosts, options.python))
+    print(remove_controls(str(found)))
+    if not found.is_well:
+        raise HostError("not all is well: the lines marked `wrong` say what to do.")
+
+
 def _attached(options: Namespace) -> Cluster:
     if options.name is None and len(names := [info.name for info in Cluster.all()]) > 1:
         raise UsageError(f"say which cluster: {', '.join(names)}.")
@@ -182,5 +190,10 @@ def _parser() -> ArgumentParser:
     stop.add_argument(
         "--timeout", type=float, metavar="S", help="seconds in which programs have to end (default: stop_timeout)"
     )
+    doctor = command(
+        "doctor", _doctor, "Examine this machine and other hosts before a cluster uses them.", name_count=None
+    )
+    doctor.add_argument("hosts", nargs="*", metavar="HOST", help="name or user@name, as ssh knows it")
+    doctor.add_argument("--python", metavar="PATH", help="Python on the other hosts (default: this one's path)")
     command("attach", _attach, "Show events and output as they arrive, until Ctrl-C; the cluster goes on.")
     return parser

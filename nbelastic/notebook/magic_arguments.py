@@ -50,7 +50,7 @@ class Listed(argparse.Action):
     def __call__(self, _: argparse.ArgumentParser, namespace: Namespace, values: Any, __: str | None = None) -> None:
         """Add the values to those of earlier options. ArgumentError for a wrong one, or if there is none."""
         words = [word for value in values for word in value.split(",") if word]
-        if not words:
+        if not words and self.default is None:
             raise argparse.ArgumentError(self, "expected at least one argument")
         for word in words:
             try:
@@ -63,7 +63,7 @@ class Listed(argparse.Action):
 
 def several(*names: str, **settings: Any) -> Argument:
     """Describe an argument with several values: see `Listed`."""
-    return Argument(names, {"action": Listed, "nargs": "+", **settings})
+    return Argument(names, {"action": Listed, "nargs": "*" if "default" in settings else "+", **settings})
 
 
 def out(help: str) -> Argument:  # noqa: A002  (as for argparse)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
+if TYPE_CHECKING:
+    from nbelastic.client.doctor import Finding
+
 _HOST_COLUMNS = ("host", "slots", "state", "why")
 NO_CLUSTER = "No cluster is running."
 _CLUSTER_COLUMNS = ("cluster", "driver", "hosts", "job", "why")
+_FINDING_COLUMNS = ("host", "state", "finding")
 _WORKER_COLUMNS = ("rank", "worker", "state", "step", "restarts", "why")
 
 
@@ -56,6 +61,24 @@ class ClusterList:
             driver = f"process {info.driver}" if info.driver else "none"
             why = info.problem or f"{self._attach} {info.name}"
             yield info.name, driver, ", ".join(info.hosts), info.job, why
+
+
+class FindingList:
+    """What `%elastic_doctor` shows; `findings` is the list itself."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        self.findings = findings
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(finding.state != "wrong" for finding in self.findings)
+
+    def __repr__(self) -> str:
+        return _text_table(_FINDING_COLUMNS, self.findings)
+
+    def _repr_html_(self) -> str:
+        return _html_table("Hosts", _FINDING_COLUMNS, self.findings)
 
 
 def limits(least: int, most: int | None) -> str:

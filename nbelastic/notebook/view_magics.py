@@ -11,11 +11,11 @@ from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic, out
+from nbelastic.notebook.magic_arguments import argument, magic, out, several
 from nbelastic.notebook.stack_groups import group_equal_stacks, group_title
 
 if TYPE_CHECKING:
-    from nbelastic.notebook.status_text import StatusView
+    from nbelastic.notebook.status_text import FindingList, StatusView
 
 
 @magics_class
@@ -65,6 +65,21 @@ class ViewMagics(ClusterMagics):
             return
         for group in group_equal_stacks(stacks):
             print(group_title(group), group[0].text, sep="\n")
+
+    @magic(
+        "line",
+        several("hosts", metavar="HOST", help="name or user@name (default: the hosts of the cluster)", default=()),
+        argument("--python", metavar="PATH", help="Python on hosts other than this machine (default: this one's path)"),
+        out("the findings, which are then not shown"),
+    )
+    def elastic_doctor(self, options: Namespace) -> FindingList | None:
+        """Examine this machine and other hosts: ssh, versions, GPUs, and the network between them. No cluster is needed."""
+        from nbelastic.client.doctor import examine
+        from nbelastic.notebook.status_text import FindingList
+
+        hosts = options.hosts or [host.name for host in (self.cluster.hosts if self.cluster is not None else ())]
+        shown = FindingList(examine(hosts, options.python))
+        return None if self._keep(options.out_variable, shown.findings) else shown
 
     @magic("line", argument("file", metavar="FILE", help="file to write, for example trace.json"))
     def elastic_trace(self, options: Namespace) -> None:

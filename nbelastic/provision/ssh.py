@@ -32,12 +32,12 @@ _SCRIPT = (
 )
 
 
-def command(spec: HostSpec, python: str | None) -> list[str]:
-    """The ssh command. Without `python` the host uses this interpreter's path if it has that, else `python3`."""
+def command(spec: HostSpec, python: str | None, code: str = AGENT) -> list[str]:
+    """The ssh command that runs `code` there. Without `python` the host uses this interpreter's path if it has that, else `python3`."""
     script = _SCRIPT.format(
         python=shlex.quote(python or sys.executable),
         otherwise=shlex.quote(python or "python3"),
-        code=shlex.quote(AGENT),
+        code=shlex.quote(code),
     )
     user = ["-l", spec.user] if spec.user else []
     return ["ssh", *OPTIONS, *user, "--", spec.name, f"exec /bin/sh -c {shlex.quote(script)}"]

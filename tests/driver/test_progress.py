@@ -109,55 +109,6 @@ def job_of(*story, end=lambda run: run.future.set_result(packed(7))):
     return Job(lambda: driver, run)
 
 
-@pytest.fixture
-def notebook(monkeypatch):
-    """Make this process a notebook's kernel; a list of the texts of its changing output."""
-    shown = []
-
-    def display(bundle, **_):
-        shown.append(bundle["text/plain"])
-        return SimpleNamespace(update=lambda bundle, **_: shown.append(bundle["text/plain"]))
-
-    monkeypatch.setattr("nbelastic.client.notebook_line.in_notebook", lambda: True)
-    monkeypatch.setattr("nbelastic.client.job.in_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", display)
-    return shown
-
-
-def test_a_wait_in_a_notebook_shows_one_line(notebook):
-    """It changes in place, and is empty at the end, so that a stored output does not depend on time."""
-    assert job_of().result(timeout=10) == [7]
-    assert notebook == ["", describe_progress(RUNNING), ""]
-
-
-def test_a_wait_under_a_dashboard_shows_no_line(notebook, stderr):
-    """The dashboard has all of it."""
-    stderr(None)
-    job = job_of()
-    assert Job(lambda: job._driver, job._copy, has_view=lambda: True)._progress_line() is None
-    assert job._progress_line() is not None
-
-
-# ---- what a notebook shows of a job ----
-
-
-def test_a_running_job_is_shown_without_numbers():
-    """Stored outputs are compared when a notebook is tested."""
-    shown = job_of()._repr_html_()
-    assert shown.startswith("<div><strong>job-1</strong>: running</div>")
-    assert "<code>%elastic_logs</code>" in shown
-
-
-def test_a_failed_job_is_shown_with_its_traceback():
-    """All text of the program is escaped."""
-    job = job_of()
-    job._copy.future.set_exception(JobError("job-1 failed: <b>", rank=0, remote_traceback="File <cell>\n  1/0\n"))
-    assert job._repr_html_() == (
-        "<div><strong>job-1</strong>: failed</div><div><strong>JobError</strong>: job-1 failed: &lt;b&gt;</div>"
-        "<pre>File &lt;cell&gt;\n  1/0</pre>"
-    )
-
-
 # ---- the line ----
 
 

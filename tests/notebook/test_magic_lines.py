@@ -10,6 +10,7 @@ from fake_cluster import FakeJob
 from IPython.core.completer import provisionalcompleter
 from magic_output import output_of
 
+from nbelastic.client.doctor import Finding
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
 from nbelastic.notebook.magic_arguments import _parse, without_comment
 
@@ -110,6 +111,25 @@ def test_results_go_into_variables(ip, magics, cluster, capsys):
     )
     assert isinstance(found["list"], list)
     assert found["job"] is cluster.job
+
+
+def test_the_doctor_examines_the_hosts_of_the_cluster_or_others(ip, magics, capsys, monkeypatch):
+    """It also works without a cluster: then it examines this machine."""
+    asked = []
+
+    def examine(hosts, python):
+        asked.append((list(hosts), python))
+        return [Finding("<a>", "wrong", "it is off: switch it on.")]
+
+    monkeypatch.setattr("nbelastic.client.doctor.examine", examine)
+    shown = ip.run_cell("%elastic_doctor").result
+    assert repr(shown).splitlines()[1] == "<a>   wrong  it is off: switch it on."
+    assert "&lt;a&gt;" in shown._repr_html_()
+    ip.run_cell("%elastic_start --no-dashboard --hosts a:2,b:2")
+    ip.run_cell("%elastic_doctor")
+    ip.run_cell("%elastic_doctor c,user@d --python /opt/python --out found").raise_error()
+    assert asked == [([], None), (["a", "b"], None), (["c", "user@d"], "/opt/python")]
+    assert ip.user_ns["found"][0].host == "<a>"
 
 
 README = Path(__file__).parents[2] / "README.md"
