@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What is known of a host: its facts and what it has reached, or why there are none."""
+    """A host: its facts and what it has reached, or why there are none."""
 
     facts: HostFacts | None = None
     reached: Sequence[Reached] = ()
@@ -173,7 +173,7 @@ def _describe(facts: HostFacts) -> str:
 
 
 def _judge_host(facts: HostFacts, here: HostFacts | None) -> list[tuple[Literal["look", "wrong"], str]]:
-    """What is wrong with a host by itself, and compared with this machine."""
+    """Problems of a host by itself, and compared with this machine."""
     found: list[tuple[Literal["look", "wrong"], str]] = []
     difference = versions.difference(facts.versions, here.versions) if here is not None else ""
     if difference:

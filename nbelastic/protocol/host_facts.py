@@ -10,7 +10,7 @@ MARK = "nbelastic-doctor "  # begins each answer: a shell may print other lines
 
 
 class HostFacts(Struct, frozen=True):
-    """The first answer. Whoever connects to `port` gets `token`, so that equal addresses of two hosts are not confused."""
+    """The first answer. A host that connects to `port` receives `token`, so that equal addresses of two hosts are not confused."""
 
     versions: dict[str, str]
     python: str  # path of the interpreter

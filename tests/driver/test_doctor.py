@@ -15,7 +15,7 @@ ALL_WELL = "Python 3.11.9, nbelastic 0.1.0, torch 2.13.0, ipyparallel 9.2.0; no 
 
 
 def problems(host: HostFacts) -> list[Finding]:
-    """What is wrong with this host, which reaches this machine."""
+    """Problems of this host, which reaches this machine."""
     both = {HERE: Examined(FACTS, [Reached("gpu1", "10.0.0.2")]), "gpu1": Examined(host, [Reached(HERE, "10.0.0.1")])}
     return [finding for finding in findings(both) if finding.state != "ok"]
 
