@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, Unpack, overload
 
 from nbelastic.client.attaching import attach_cluster
 from nbelastic.client.cell_syntax import check_cell, check_limit, check_ranks
-from nbelastic.client.checkpoints import checkpoint_plan
+from nbelastic.client.checkpoints import CheckpointPlan, checkpoint_plan
 from nbelastic.client.cluster_view import ClusterView
 from nbelastic.client.configuration import configure
 from nbelastic.client.driver_link import DriverLink
@@ -23,7 +23,7 @@ from nbelastic.client.kernel_end import close_at_kernel_end, do_not_close_at_ker
 from nbelastic.client.pickled_calls import pickle_call
 from nbelastic.client.script_options import ScriptOptions, script_request
 from nbelastic.client.stopping import close_cluster, detach_cluster, request_stop, stop_cluster
-from nbelastic.client.submission import submit, submit_call, submit_cell
+from nbelastic.client.submission import submit, submit_call, submit_cell, swap_call, swap_cell
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.errors import DriverLostError, HostError, UsageError
 from nbelastic.protocol import requests
@@ -181,6 +181,7 @@ class Cluster(ClusterView):
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         checkpoint_keep: int | None = None,
+        swap: bool = False,
         **kwargs: Any,
     ) -> Job:
         """Run `function(*args, **kwargs)` on every worker, newcomers included; returns at once.
@@ -188,9 +189,15 @@ class Cluster(ClusterView):
         With the folder `checkpoint` the training state is loaded from the newest usable checkpoint in it. It is saved there
         every `checkpoint_every` commits (100) and at the end; the last `checkpoint_keep` (3) are kept.
         UsageError if a job runs already, if the function cannot be sent, or for wrong arguments.
+
+        `swap`: replace the program of the job that runs, and return when this one has made its first commit. Between two steps
+        it takes over the training state, by name. JobError if it fails before that commit: the old program goes on.
         """
         checkpoints = checkpoint_plan(checkpoint, checkpoint_every, checkpoint_keep)
-        return self._hold(submit_call(self._link, lambda: pickle_call(function, args, kwargs), checkpoints))
+        pickle = partial(pickle_call, function, args, kwargs)
+        if swap:
+            return self._swap(partial(swap_call, self._link, pickle), checkpoints)
+        return self._hold(submit_call(self._link, pickle, checkpoints))
 
     def run_cell(
         self,
@@ -199,14 +206,27 @@ class Cluster(ClusterView):
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         checkpoint_keep: int | None = None,
+        swap: bool = False,
     ) -> Job:
-        """Run a notebook cell on every worker, newcomers included; returns at once. Checkpoints are as in `run`.
+        """Run a notebook cell on every worker, newcomers included; returns at once. Checkpoints and `swap` are as in `run`.
 
         SyntaxError, before anything is sent, if the cell cannot be compiled.
         """
         check_cell(source, awaits=False)
         checkpoints = checkpoint_plan(checkpoint, checkpoint_every, checkpoint_keep)
+        if swap:
+            return self._swap(partial(swap_cell, self._link, source), checkpoints)
         return self._hold(submit_cell(self._link, source, checkpoints))
+
+    def _swap(self, swap: Callable[[], requests.SwapOutcome], checkpoints: CheckpointPlan) -> Job:
+        if checkpoints is not None:
+            raise UsageError("a new program goes on with the checkpoints of the job: leave out checkpoint.")
+        outcome = swap()
+        for note in outcome.notes:
+            print(f"{outcome.job}: {note}.")
+        job = self.job
+        assert job is not None
+        return job
 
     def run_script(self, path: str | os.PathLike[str], *args: Any, **options: Unpack[ScriptOptions]) -> Job:
         """Run an unmodified torchrun script on every host, with one worker per slot; returns at once.

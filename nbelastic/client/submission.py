@@ -10,7 +10,7 @@ from nbelastic.client.checkpoints import CheckpointPlan
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.job_copy import JobCopy
 from nbelastic.client.waiting import ANSWER_TIMEOUT
-from nbelastic.errors import ClusterStoppedError
+from nbelastic.errors import ClusterStoppedError, JobError
 from nbelastic.protocol import messages, requests, worker_messages
 from nbelastic.system import pickling
 from nbelastic.system.private_files import replace_private
@@ -32,9 +32,33 @@ def submit_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkp
     try:
         return submit(link, requests.Submit(worker_messages.Program("", "", checkpoints, "", call)))
     except BaseException:
-        if call.path:
-            Path(call.path).unlink(missing_ok=True)
+        _remove_call(call)
         raise
+
+
+def swap_cell(link: DriverLink, source: str) -> requests.SwapOutcome:
+    """Replace the present job's program by a cell, and wait for its first commit."""
+    return _swap(link, worker_messages.Program("", "", None, source, None))
+
+
+def swap_call(link: DriverLink, pickle: Callable[[], list[memoryview]]) -> requests.SwapOutcome:
+    """Replace the present job's program by the call that `pickle()` returns, and wait for its first commit."""
+    call = _save_call(link, pickle())
+    return _swap(link, worker_messages.Program("", "", None, "", call))
+
+
+def _swap(link: DriverLink, program: worker_messages.Program) -> requests.SwapOutcome:
+    """JobError if the new program ends before its first commit; the old one goes on. UsageError if no job trains."""
+    waits_for = "the new program to make its first commit"
+    try:
+        outcome: requests.SwapOutcome = link.ask(requests.Swap("you", program), None, waits_for, cancel=True)
+    except BaseException:
+        _remove_call(program.call)
+        raise
+    if outcome.error:
+        text = f"the old program of {outcome.job} goes on, as the new one failed: {outcome.error}"
+        raise JobError(text, rank=outcome.rank, worker=outcome.worker, remote_traceback=outcome.traceback)
+    return outcome
 
 
 def submit(link: DriverLink, request: requests.Submit | requests.SubmitScript) -> JobCopy:
@@ -53,6 +77,11 @@ def _save_call(link: DriverLink, call: list[memoryview]) -> messages.Blob:
     except OSError as error:
         raise requests.not_saved(f"job-{link.running().submitted_jobs + 1}", path.parent, error) from None
     return messages.Blob(size, path=str(path))
+
+
+def _remove_call(call: messages.Blob | None) -> None:
+    if call is not None and call.path:
+        Path(call.path).unlink(missing_ok=True)
 
 
 def _refuse_second_job(link: DriverLink) -> None:

@@ -48,6 +48,7 @@ class SavedCluster(Struct, frozen=True):
     reason: str
     backend: str
     formed: bool
+    program: int
     kept_state: KeptState | None
     last_formed: int
     ranks: tuple[WorkerId, ...]
@@ -92,6 +93,7 @@ def snapshot_of(cluster: ClusterState) -> SavedCluster:
         reason=job.reason,
         backend=job.backend,
         formed=job.formed,
+        program=job.program,
         kept_state=replace(cluster.kept_state, reader=None) if cluster.kept_state is not None else None,
         last_formed=cluster.last_formed,
         ranks=job.ranks,

@@ -160,6 +160,22 @@ class RunCommitCell(Command):
     everywhere: bool
 
 
+class TryProgram(Command):
+    """Leave this generation and run the new program: on trial, which `KeepProgram` ends, or for good. See `WorkerReady`."""
+
+    program: int
+    generation: int
+    workers: tuple[WorkerId, ...]
+    on_trial: bool
+
+
+class KeepProgram(Command):
+    """Workers that try this program keep it, as it is the job's; those that try another one return to it."""
+
+    program: int
+    workers: tuple[WorkerId, ...]
+
+
 class InterruptCell(Command):
     """Interrupt this cell on these workers: no client waits for it any more."""
 

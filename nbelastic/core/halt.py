@@ -1,4 +1,4 @@
-"""What a client wants to happen at a commit: cells that run there, or a pause. `halts` decides on it."""
+"""What a client wants to happen at a commit: cells that run there, a new program, or a pause. `halts` decides on it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Halt(Struct, frozen=True):
     """Of the present job."""
 
     cells: tuple[CommitCell, ...] = ()  # that have not ended, in order; only the first one may run
+    swap: int = 0  # the program that is to replace the present one; 0: none
     paused_by: str = ""  # the client that has paused the training; empty: it is not paused
     steps_to: int = 0  # commit of this generation up to which the paused training runs; 0: none
     asked: bool = False  # the members were asked for their commits in order to halt, not to leave

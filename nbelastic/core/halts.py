@@ -1,4 +1,4 @@
-"""The members stop together at a commit: for cells that run there, or because a client has paused the training.
+"""The members stop together at a commit: for cells that run there, for a new program, or because a client has paused.
 
 All members are asked for their commits, as for a planned change (`reconfiguration`), and stop at the first commit that
 none has passed. There the cells run, one after the other, in the middle of the program. Then all train on. The training
@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import generation_end
+from nbelastic.core import generation_end, swaps
 from nbelastic.core.commands import Commands
 from nbelastic.core.halt import CommitCell, Halt
 from nbelastic.core.reasons import Reason
@@ -22,7 +22,8 @@ GRACE = 5.0  # seconds after a cell's time limit, at which the worker interrupts
 
 
 def is_wanted(cluster: ClusterState) -> bool:
-    return bool(cluster.halt.cells or cluster.halt.paused_by)
+    halt = cluster.halt
+    return bool(halt.cells or halt.swap or halt.paused_by or swaps.is_on_trial(cluster))
 
 
 # ---- requests of clients ----
@@ -90,10 +91,11 @@ def agree(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     if not is_wanted(cluster):
         return generation_end.cancel_next(cluster, out)
     cluster = replace(cluster, postponements=0, unanswered={}, halt=replace(cluster.halt, asked=False))
-    return progress(_halt_at(cluster, max(cluster.acknowledged_commits) + 1, out), now, out)
+    return progress(halt_at(cluster, max(cluster.acknowledged_commits) + 1, out), now, out)
 
 
-def _halt_at(cluster: ClusterState, commit: int, out: Commands) -> ClusterState:
+def halt_at(cluster: ClusterState, commit: int, out: Commands) -> ClusterState:
+    """The members stop at this commit of their generation."""
     out.append(cmd.HaltAt(cluster.generation, commit, cluster.members))
     halt = replace(cluster.halt, commit=commit)
     return replace(cluster, stage=Stage.HALTED, awaiting=cluster.member_set, acknowledged_commits=(), halt=halt)
@@ -113,13 +115,17 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         return _come_to_halt(cluster, out)
     if halt.running:
         return with_reason(cluster, Reason("in-cell", len(halt.running), size, cluster.generation, halt.commit))
+    if swaps.is_on_trial(cluster):
+        cluster = swaps.accept(cluster, out)
     while cluster.halt.cells:
         begun = _begin_cell(cluster, now, out)
         if begun.halt.running:
             return progress(begun, now, out)
         cluster = begun
+    if halt.swap:
+        return swaps.begin(cluster, now, out)
     if halt.paused_by and halt.steps_to > halt.commit:
-        return progress(_halt_at(cluster, halt.steps_to, out), now, out)
+        return progress(halt_at(cluster, halt.steps_to, out), now, out)
     if halt.paused_by:
         cluster = replace(cluster, halt=replace(cluster.halt, steps_to=0))
         return with_reason(cluster, Reason("paused", size, size, cluster.generation, halt.commit, text=halt.paused_by))
@@ -131,6 +137,8 @@ def _come_to_halt(cluster: ClusterState, out: Commands) -> ClusterState:
     halt = cluster.halt
     if not is_wanted(cluster):
         return generation_end.cancel_next(cluster, out)
+    if swaps.is_on_trial(cluster):
+        return with_reason(cluster, Reason("swapping", of=len(cluster.members)))
     if halt.commit != halt.steps_to:
         return with_reason(cluster, Reason("halting", of=len(cluster.members)))
     if not halt.cells:

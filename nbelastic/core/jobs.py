@@ -41,7 +41,7 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
                 without_setup.append(w)
             elif not worker.job:
                 out.append(cmd.RunProgram(w, name))
-                workers[w] = replace(workers[w], job=name, has_state=False, generation=0)
+                workers[w] = replace(workers[w], job=name, has_state=False, generation=0, program=0)
                 starting.add(w)
     cluster = replace(
         cluster,
@@ -124,7 +124,7 @@ def end(
     leaving = sorted(cluster.leaving)
     cluster = replace(
         cluster,
-        job=replace(job, outcome=outcome, reason=reason),
+        job=replace(job, outcome=outcome, reason=reason, trial=0),
         hung=frozenset(),
         stage=Stage.GATHERING,
         members=(),

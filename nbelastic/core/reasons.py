@@ -32,6 +32,7 @@ SENTENCES = MappingProxyType(
         "halting": "{of} workers stop at the next commit",
         "stepping": "{of} workers train on to commit {commit} of generation {generation}",
         "in-cell": "a cell runs on {done} of {of} workers, at commit {commit} of generation {generation}",
+        "swapping": "{of} workers run the new program to its first commit",
         "paused": "paused by {text} at commit {commit} of generation {generation}",
         "leaving": "{done} of {of} have left generation {generation} at the agreed commit",
         "broken": "{done} of {of} survivors have left generation {generation}; not yet {names}",

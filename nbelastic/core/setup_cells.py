@@ -124,7 +124,8 @@ def run_next(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> C
     if job is None or job.succeeded or job.ended:
         return cluster
     out.append(cmd.RunProgram(w, job.name))
-    return with_worker(replace(cluster, starting=cluster.starting | {w}), replace(worker, job=job.name, generation=0))
+    worker = replace(worker, job=job.name, generation=0, program=job.program)
+    return with_worker(replace(cluster, starting=cluster.starting | {w}), worker)
 
 
 def fail_worker(cluster: ClusterState, w: WorkerId, reason: str) -> ClusterState:

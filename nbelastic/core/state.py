@@ -173,6 +173,7 @@ class Worker(Struct, frozen=True, gc=False):
     clean: bool = True  # its live tensors are those of its last commit
     store: str = ""  # address of the store that it offers as rank 0; empty: none, or it was used
     has_state: bool = False  # it holds the job's training state, all of one commit
+    program: int = 0  # of the job, that it runs or was asked to run
     failures: int = 0  # in a row, to join a process group
     reason: str = ""  # for the status: why it failed, was left out or is a straggler
     registered: bool = False  # it can run cells and programs
@@ -194,6 +195,8 @@ class Job(Struct, frozen=True):
     ranks: tuple[WorkerId, ...] = ()  # members of its last world, the lost ones included: results are given by rank
     outcome: str = ""  # succeeded, failed, stopped
     reason: str = ""
+    program: int = 0  # the number of its program: 0, or that of the last swap
+    trial: int = 0  # the members try this new program: see `swaps`
 
 
 class KeptState(Struct, frozen=True):

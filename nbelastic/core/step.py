@@ -28,6 +28,7 @@ from nbelastic.core import (
     stage_deadlines,
     stalls,
     stopping,
+    swaps,
     worker_events,
 )
 from nbelastic.core import commands as cmd
@@ -36,6 +37,7 @@ from nbelastic.core.deadlines import deadline
 from nbelastic.core.state import ClusterState, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import swap_events as swev
 
 __all__ = ["deadline", "step"]
 
@@ -101,6 +103,10 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return halts.submit_cell(cluster, event)
         case ev.CommitCellCancelled(number=number):
             return halts.cancel_cell(cluster, number, out)
+        case swev.SwapSubmitted():
+            return swaps.submit(cluster, event, out)
+        case swev.SwapCancelled(program=program):
+            return swaps.cancel(cluster, program, now, out)
         case ev.PauseRequested(by=by):
             return halts.pause(cluster, by, out)
         case ev.ResumeRequested(by=by):
@@ -158,6 +164,8 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return worker_events.member_event(cluster, event, now, out)
         case ev.CommitCellEnded():
             return halts.cell_ended(cluster, event, now, out)
+        case swev.SwapFailed():
+            return swaps.failed(cluster, event, now, out)
         case ev.WorkerPrepared():
             return reconfiguration.worker_prepared(cluster, event, now)
         case ev.PositionReported():

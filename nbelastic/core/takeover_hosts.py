@@ -48,6 +48,7 @@ def restore_hosts(
             ranks=saved.ranks,
             outcome=saved.outcome,
             reason=saved.reason,
+            program=saved.program,
         )
     cluster = ClusterState(
         saved.limits,

@@ -20,6 +20,7 @@ from nbelastic.core import (
     provisioning,
     reconfiguration,
     setup_cells,
+    swaps,
 )
 from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Stage, WorkerState, format_ids, rank_text, with_worker, without
@@ -66,6 +67,8 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         return cluster
     if old.job != job.name or not old.generation <= event.generation <= cluster.highest_generation:
         return cluster
+    if event.program != swaps.wanted(cluster):
+        return swaps.other_program(cluster, event, out)
     worker = replace(
         old,
         state=WorkerState.READY,
@@ -74,6 +77,7 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         clean=event.clean,
         store=event.store,
         has_state=holds_newest_state(cluster, old, event),
+        program=event.program,
     )
     cluster = unassign_kept_state(without(cluster, (w,), "hung"), worker)
     if w not in cluster.member_set:
@@ -156,6 +160,8 @@ def break_unexplained(cluster: ClusterState, now: float, out: Commands) -> Clust
     culprit = first if first is not None and first in cluster.suspects else min(cluster.suspects)
     if count >= MOST_UNEXPLAINED and not cluster.partition_check.pairs:  # the probes may still blame the network
         why = f"{rank_text(cluster, culprit)} raised {cluster.suspect_error} ({count} times in a row, and no lost worker explains it)"
+        if swaps.is_on_trial(cluster):
+            return swaps.reject(cluster, why, now, out)
         return jobs.end(cluster, "failed", why, now, out, culprit=culprit)
     why = f"connections of {format_ids(cluster.suspects)} broke though every worker lives: {cluster.suspect_error[:MAX_ERROR]}"
     cluster = partitions.begin(cluster, now, out)

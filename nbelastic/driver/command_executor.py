@@ -58,6 +58,10 @@ class CommandExecutor:
                 send(workers, worker_messages.InterruptCell(number))
             case cmd.RunProgram(worker=w, job=job):
                 self._jobs.run_program(w, job)
+            case cmd.TryProgram():
+                self._jobs.try_program(command)
+            case cmd.KeepProgram():
+                self._jobs.keep_program(command)
             case (
                 cmd.FormWorld()
                 | cmd.PrepareWorld()

@@ -79,10 +79,14 @@ class JobRun:
 
     def forget_program(self) -> None:
         """Drop the program and its file: no worker starts it any more."""
-        if self.program is not None and self.program.call is not None and self.program.call.path:
-            with contextlib.suppress(OSError):
-                Path(self.program.call.path).unlink()
+        if self.program is not None:
+            remove_file(self.program)
         self.program = None
+
+    def replace_program(self, program: worker_messages.Program) -> None:
+        """From now on workers start this program."""
+        self.forget_program()
+        self.program = program
 
     def resolve(self, *, force: bool = False) -> None:
         """Resolve the future if the job has ended and the culprit's error is known; with `force` also without it."""
@@ -116,3 +120,10 @@ class JobRun:
         self.resolve(force=True)
         if not self.future.done():
             self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {reason}"))
+
+
+def remove_file(program: worker_messages.Program) -> None:
+    """Remove the file of a program's call, if it has one."""
+    if program.call is not None and program.call.path:
+        with contextlib.suppress(OSError):
+            Path(program.call.path).unlink()

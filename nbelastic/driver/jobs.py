@@ -21,6 +21,7 @@ from nbelastic.driver.pending import Pending
 from nbelastic.driver.results import Outcome, Results
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.swaps import Swaps
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
@@ -28,6 +29,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.swap_events import SwapFailed
 from nbelastic.system import pickling
 from nbelastic.system.private_files import make_private
 
@@ -63,6 +65,7 @@ class Jobs:
         self._loop = asyncio.get_running_loop()
         self.submitted = submitted
         self.runs: dict[str, JobRun] = {}
+        self.swaps = Swaps(pending, snapshot_writer, post)
         self.results = Results(settings.run_folder / "results", lambda w, message: workers.send((w,), message))
 
     @property
@@ -94,6 +97,7 @@ class Jobs:
     def receive(
         self,
         message: worker_messages.ProgramResult
+        | worker_messages.SwapReport
         | worker_messages.ResultPiece
         | worker_messages.FetchCall
         | messages.WorkerOutput,
@@ -102,6 +106,9 @@ class Jobs:
         match message:
             case worker_messages.ProgramResult(worker=w, job=job):
                 self.results.receive(message, partial(self._on_program_ended, w, job))
+            case worker_messages.SwapReport(worker=w):
+                members = self._cluster().members
+                self.swaps.receive(message, members.index(w) if w in members else None)
             case worker_messages.ResultPiece():
                 self.results.receive_piece(message)
             case worker_messages.FetchCall(job=job):
@@ -126,19 +133,41 @@ class Jobs:
             error = Outcome(f"the saved program of {job} is missing or damaged: run it again")
             self._loop.call_soon(self._on_program_ended, w, job, error)
             return
-        call, results = program.call, str(self.results.folder(job))
+        self._workers.send((w,), self._for_worker(program, w))
+
+    def try_program(self, command: cmd.TryProgram) -> None:
+        """Have workers run a new program inside the job's one."""
+        run = self.runs[self.present]
+        program = self.swaps.program(command.program) if command.on_trial else run.program
+        if program is None:  # cancelled; or it is lost, as at the start of a worker
+            for w in command.workers:
+                error = f"the saved program of {run.name} is missing or damaged: run it again"
+                self._loop.call_soon(self._post, SwapFailed(w, command.program, error))
+            return
+        for w in command.workers:
+            order = worker_messages.NewProgram(self._for_worker(program, w), command.generation, command.on_trial)
+            self._workers.send((w,), order)
+
+    def _for_worker(self, program: worker_messages.Program, w: WorkerId) -> worker_messages.Program:
+        call, results = program.call, str(self.results.folder(program.job))
         if not self._agents.has_local_agent(w.host):  # another machine sees no file of this one
             results = ""
             call = messages.Blob(call.size, call.data) if call is not None else None
-        log_dir = str(self._settings.log_dir / job)
-        self._workers.send((w,), replace(program, log_dir=log_dir, call=call, results=results))
+        return replace(program, log_dir=str(self._settings.log_dir / program.job), call=call, results=results)
+
+    def keep_program(self, command: cmd.KeepProgram) -> None:
+        """Save the job's program, if it is a new one, then tell the workers."""
+        self.swaps.keep(command.program)
+        self._workers.send(command.workers, worker_messages.KeepProgram(command.program))
 
     def _send_call(self, fetch: worker_messages.FetchCall, run: JobRun) -> None:
         """Send the next pieces of a program that is too long for one message."""
-        call = run.program.call if run.program is not None else None
+        program = self.swaps.program(fetch.number) or run.program
+        call = program.call if program is not None and program.number == fetch.number else None
         if call is not None and call.path:
             for offset, data in pickling.pieces(pickling.mapped(Path(call.path)), fetch.offset):
-                self._workers.send((fetch.worker,), worker_messages.CallPiece(fetch.job, offset, data))
+                piece = worker_messages.CallPiece(fetch.job, offset, data, fetch.number)
+                self._workers.send((fetch.worker,), piece)
 
     def end(self, command: cmd.EndJob) -> None:
         """End the job. Its future is resolved when the culprit's error has arrived, or after a while without it."""

@@ -105,7 +105,12 @@ class ReceivedMessages:
                 self._handle_worker_hello(message)
             case worker_messages.WorkerProgress():
                 self._handle_progress(message)
-            case worker_messages.ProgramResult() | worker_messages.ResultPiece() | worker_messages.FetchCall():
+            case (
+                worker_messages.ProgramResult()
+                | worker_messages.SwapReport()
+                | worker_messages.ResultPiece()
+                | worker_messages.FetchCall()
+            ):
                 self._jobs.receive(message)
             case messages.WorkerOutput():
                 self._jobs.receive(message)

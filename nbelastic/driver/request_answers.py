@@ -91,7 +91,7 @@ class RequestAnswers:
                     self._answer_after(ev.JobStopRequested(present, f"stopped by {by}"), future)
                 else:
                     future.set_result(True)
-            case r.ExecuteAtCommit() | r.Pause() | r.Step():
+            case r.ExecuteAtCommit() | r.Swap() | r.Pause() | r.Step():
                 self._answer_about_halts(request, future)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
                 self._answer_about_cells(request, future, on_piece)
@@ -141,12 +141,14 @@ class RequestAnswers:
                     raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
                 self._answer_after(ev.SetupCleared(key), future)
 
-    def _answer_about_halts(self, request: r.ExecuteAtCommit | r.Pause | r.Step, future: Future[Any]) -> None:
-        """Answer when the cell has ended, or all ranks stand still. A script makes no commits that the driver knows of."""
+    def _answer_about_halts(self, request: r.ExecuteAtCommit | r.Swap | r.Pause | r.Step, future: Future[Any]) -> None:
+        """Answer when the cell has ended, the program was replaced, or all ranks stand still. A script makes no commits that the driver knows of."""
         change_requests.check_trains(self._cluster())
         match request:
             case r.ExecuteAtCommit():
                 self._cells.execute_at_commit(request, future)
+            case r.Swap():
+                self._jobs.swaps.submit(request, self._jobs.runs[self._jobs.present], self._cluster(), future)
             case r.Pause(by=by):
                 self._pending.resolve_after(ev.PauseRequested(by), future, change_requests.is_paused)
             case r.Step(by=by, steps=steps):

@@ -13,12 +13,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from nbelastic.errors import JobStoppedError, NoWorldError, StateError, UsageError
 from nbelastic.programs.commit_cells import CommitCells
 from nbelastic.programs.frameworks import Watch
+from nbelastic.programs.swap import Swap
 from nbelastic.protocol.events import WorkerSucceeded
 from nbelastic.state.checkpoint_files import reason
 from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.state import State
 from nbelastic.worker import session as _session
-from nbelastic.worker.interrupts import WorldAborted, WorldLeft
+from nbelastic.worker.interrupts import ProgramRejected, WorldAborted, WorldLeft
 from nbelastic.worker.session import Session
 from nbelastic.worker.threads import run_in_thread
 
@@ -47,7 +48,9 @@ def elastic(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
             raise UsageError(
                 f"an elastic function's first argument must be an nbelastic state, not {type(state).__name__}."
             )
-        return _Loop(_session.current(), state).run(functools.partial(function, state, *args, **kwargs))
+        loop = _Loop(_session.current(), state, functools.partial(function, state, *args, **kwargs))
+        del state, args, kwargs  # a new program may replace this one: then it is to free its memory
+        return loop.run()  # type: ignore[no-any-return]
 
     return wrapper  # type: ignore[return-value]  # mypy minds that its first argument has a name
 
@@ -69,28 +72,43 @@ def warmup(function: Callable[[Any], object]) -> Callable[[Any], object]:
 class _Loop:
     """The session calls `position`, `write_kept_state` and so on: see `StateHolder`."""
 
-    def __init__(self, session: Session, state: State) -> None:
+    def __init__(self, session: Session, state: State, call: Callable[[], Any]) -> None:
         if session.used:
             raise UsageError("this job has run an elastic function already: put both parts into one, or run two jobs.")
         session.used = True
         self._session = session
         self._state = state
+        self._call = call
         self._own_error: BaseException | None = None
         self.commit_cells = CommitCells(session, state)
+        self.swap = Swap(session, self)
 
-    def run(self, call: Callable[[], R]) -> R:
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def run(self) -> Any:
         try:
-            self._state.begin(self._session)
+            self.swap.begin_state()
             self._warm_up()
             self._session.holder = self
-            return self._loop(call)
+            return self._loop()
         except JobStoppedError:
-            self._state.undo()  # in the middle of a step, buffers and counters belong to no commit
-            self._write_final_checkpoint()
+            if not self.swap.is_over and not self._session.programs.on_trial:
+                self._state.undo()  # in the middle of a step, buffers and counters belong to no commit
+                self._write_final_checkpoint()
             raise
         finally:
             self._session.holder = None
-            self._state.end()
+            self.swap.end_state()
+
+    def program_kept(self) -> None:
+        """The driver has accepted the new program that this loop runs: the old one is over."""
+        self.swap.keep()
+
+    def forget(self) -> None:
+        """Another program has replaced this one: free its memory."""
+        del self._state, self._call, self.commit_cells
 
     def _warm_up(self) -> None:
         """Call the program's warm-up functions, and return to the values from before."""
@@ -104,7 +122,7 @@ class _Loop:
     @property
     def position(self) -> tuple[int, bool]:
         """The newest commit, and whether the live tensors are those of that commit."""
-        return self._state.commits, self._state.clean
+        return self._state.commits, self._state.clean and not self.swap.is_unequal
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective: the ranks `leaving` end after this commit, and send what only they hold to others."""
@@ -156,28 +174,34 @@ class _Loop:
         if session.checkpoints is not None and session.facts.holds_state:
             session.checkpoints.ended(self._state, session.last_rank if session.link.disconnected else 0)
 
-    def _loop(self, call: Callable[[], R]) -> R:
+    def _loop(self) -> Any:
         again = False
         while True:
-            gathered, offer = self._session.gather(self)
-            outcome, value = self._run_generation(call, gathered, offer, again)
+            outcome, value = self._run_generation(again)
             if outcome == "returned":
-                return value  # type: ignore[return-value]
+                return value
             if self._own_error is not None:
                 error, self._own_error = self._own_error, None
                 raise error
             again = True
             self._state.generation_ended(aborted=outcome == "aborted")
+            if self._session.programs.ordered is not None:
+                self.swap.run(self._session.programs.ordered)
 
-    def _run_generation(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
+    def _run_generation(self, again: bool) -> tuple[str, Any]:
         """Call the function in one generation. Keep no exception of it: a traceback would keep the old group alive."""
         session = self._session
+        try:
+            formation, offer = session.gather(self)
+        except WorldLeft:  # a new program is to be run
+            return "left", None
         try:
             self._enter(formation, offer, again)
             frameworks().check()
             contents, tensors = self._state._contents, self._state._tensors
             with unchanged_by_ddp(contents, tensors, lambda: session.check(contents.device())):
-                value = call()
+                value = self._call()
+            self.swap.check_kept()
             session.finish_gpu_work()  # a collective that was aborted on the GPU may have ended the function
             self._write_final_checkpoint()
             session.succeed(WorkerSucceeded(session.worker, formation.generation))
@@ -185,7 +209,11 @@ class _Loop:
             return "left", None
         except WorldAborted:
             return "aborted", None
-        except BaseException as error:  # noqa: BLE001  (the driver decides what caused it)
+        except ProgramRejected:
+            raise
+        except BaseException as error:
+            if session.programs.on_trial and session.fails_by(error):
+                raise
             if session.is_own_error(error):
                 self._own_error = error
                 return "raised", None
@@ -199,6 +227,7 @@ class _Loop:
         self._session.join(formation, offer)
         joined = time.monotonic()
         self._state.sync(formation)
+        self.swap.is_unequal = False
         synced = time.monotonic()
         if again:
             for callback in self._state.reset_callbacks:

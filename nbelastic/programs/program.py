@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import inspect
 import linecache
+import queue
 import sys
-import traceback
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,19 +21,19 @@ from nbelastic.errors import JobStoppedError
 from nbelastic.programs import cells
 from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.programs.elastic import frameworks
+from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
 from nbelastic.system.private_files import replace_private
 from nbelastic.worker.environment import log_to
+from nbelastic.worker.interrupts import ProgramReplaced
 from nbelastic.worker.output_buffer import OutputStream, printable
 from nbelastic.worker.session import Session
 
 POLL = 0.25  # seconds between two checks whether the job is over, while its call is fetched
 REPEAT = 5.0  # seconds after which a missing piece of the call is requested again
 FETCH_TIMEOUT = 60.0  # seconds without a piece after which the program fails
-MAX_ERROR = 500  # characters of an error's text
-MAX_TRACEBACK = 100_000  # last characters of a traceback that are sent
 
 
 class Outcome(NamedTuple):
@@ -47,14 +48,8 @@ def start_runner(session: Session, engine: str) -> asyncio.Task[None]:
     """Let this worker, which is ipyparallel's `engine`, run programs and cells. Call it in the engine's event loop."""
     loop, runner = asyncio.get_running_loop(), Runner(session)
     serving = loop.create_task(runner.serve())
-
-    def receive(message: messages.Message) -> None:
-        if isinstance(message, worker_messages.InterruptCell):  # now: the event loop waits for the cell
-            runner.interrupt(message.number)
-        else:
-            loop.call_soon_threadsafe(runner.take, message)
-
-    session.hello(engine, receive)
+    session.programs.run = runner.run_inside
+    session.hello(engine, lambda message: runner.take(message, loop))
     return serving
 
 
@@ -64,20 +59,20 @@ class Runner:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._requests: asyncio.Queue[messages.Message] = asyncio.Queue()
-        self._pieces: asyncio.Queue[worker_messages.CallPiece] = asyncio.Queue()
+        self._pieces: queue.SimpleQueue[worker_messages.CallPiece] = queue.SimpleQueue()
         self._newest_job = ""  # of the last program
         self._interrupts = CellInterrupts()
 
-    def take(self, message: messages.Message) -> None:
-        """Queue a message of the driver for the task that runs programs."""
+    def take(self, message: messages.Message, loop: asyncio.AbstractEventLoop) -> None:
+        """In the link's thread: queue a message of the driver for the task that runs programs in this event loop."""
         if isinstance(message, worker_messages.CallPiece):
-            self._pieces.put_nowait(message)
+            self._pieces.put(message)  # the main thread waits for it outside the event loop
+        elif isinstance(message, worker_messages.KeepProgram):
+            self._session.programs.interrupt(message.number)
+        elif isinstance(message, worker_messages.InterruptCell):  # now: the event loop waits for the cell
+            self._interrupts.interrupt(message.number)
         else:
-            self._requests.put_nowait(message)
-
-    def interrupt(self, number: int) -> None:
-        """In any thread: interrupt this cell, if it runs."""
-        self._interrupts.interrupt(number)
+            loop.call_soon_threadsafe(self._requests.put_nowait, message)
 
     async def serve(self) -> None:
         """Run programs and cells until this task is cancelled."""
@@ -91,12 +86,12 @@ class Runner:
                     self._newest_job = order.job
                     self._session.program_begins(order.job)
                     try:
-                        result, value = self._result(order, await self._program(order))
+                        result, value = self._result(order, self._program(order))
                     except asyncio.CancelledError:  # this task is to end
                         raise
                     except BaseException as error:  # noqa: BLE001  (the driver must learn of the end)
                         result, value = (
-                            worker_messages.ProgramResult(self._session.worker, order.job, _summary(error)),
+                            worker_messages.ProgramResult(self._session.worker, order.job, summary(error)),
                             b"",
                         )
                     self._session.program_ended(result, value)
@@ -104,20 +99,27 @@ class Runner:
                     session = self._session
                     session.cell_ended(await cells.run(session.worker, cell, session.cell_pieces.put, self._interrupts))
 
-    async def _program(self, order: worker_messages.Program) -> Outcome:
+    def _program(self, order: worker_messages.Program) -> Outcome:
         log_to(order.log_dir, str(self._session.worker))
-        call = None if order.call is None else await self._fetch(order.job, order.call)
+        call = None if order.call is None else self._fetch(order, order.call)
         return _run(self._session, order, call)
 
-    async def _fetch(self, job: str, call: messages.Blob) -> pickling.Bytes:
+    def run_inside(self, order: worker_messages.Program) -> Any:
+        """Run a new program inside the present one, and return its value. Raises what it raises."""
+        call = None if order.call is None else self._fetch(order, order.call)
+        frameworks().begin()
+        return _start(order, call)
+
+    def _fetch(self, order: worker_messages.Program, call: messages.Blob) -> pickling.Bytes:
         """The pickled call: from the message, a file, or the driver. OSError if it does not come; JobStoppedError."""
         if call.data:
             return bytearray(call.data)
         if call.path:
             return pickling.mapped(Path(call.path))
-        while self._pieces.qsize():  # pieces of an earlier call
-            self._pieces.get_nowait()
-        data, at, now = bytearray(call.size), 0, asyncio.get_running_loop().time
+        job, wanted = order.job, (order.job, order.number)
+        while not self._pieces.empty():  # pieces of an earlier call
+            self._pieces.get()
+        data, at, now = bytearray(call.size), 0, time.monotonic
         requested = received = -REPEAT
         while at < call.size:
             self._session.refuse_if_stopped(job)
@@ -127,12 +129,12 @@ class Runner:
                 raise OSError(f"the program did not arrive: {at} of {call.size} bytes, none for {FETCH_TIMEOUT:g} s")
             if now() - max(requested, received) >= REPEAT or requested < 0:
                 requested = now()
-                self._session.link.send(worker_messages.FetchCall(self._session.worker, job, at))
+                self._session.link.send(worker_messages.FetchCall(self._session.worker, job, at, order.number))
             try:
-                piece = await asyncio.wait_for(self._pieces.get(), POLL)
-            except TimeoutError:
+                piece = self._pieces.get(timeout=POLL)
+            except queue.Empty:
                 continue
-            if piece.job == job and piece.offset == at:
+            if (piece.job, piece.number) == wanted and piece.offset == at:
                 data[at : at + len(piece.data)] = piece.data
                 at, received = at + len(piece.data), now()
                 if at % (pickling.PIECES * pickling.PIECE) == 0:  # all requested pieces have arrived
@@ -164,17 +166,16 @@ def _write_value(path: Path, value: list[memoryview]) -> bool:
 
 
 def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes | None) -> Outcome:
-    program: Callable[[], Any] = partial(_execute, order.job, order.source) if call is None else partial(_call, call)
     with _redirected_output(session):
         try:
-            session.begin(order.job)
+            session.begin(order.job, order.number)
             frameworks().begin()
             _prepare_checkpoints(session, order.checkpoints)
-            value = program()
+            value = _until_replaced(partial(_start, order, call))
         except BaseException as error:  # noqa: BLE001  (it ends the program, not the worker)
-            text = "" if isinstance(error, JobStoppedError) else _describe(error)
+            text = "" if isinstance(error, JobStoppedError) else describe(error)
             print(text or f"stopped: {error}", file=sys.stderr)
-            return Outcome(error=_summary(error), traceback=text)
+            return Outcome(error=summary(error), traceback=text)
         finally:
             if session.checkpoints is not None:
                 session.checkpoints.finish()
@@ -185,6 +186,21 @@ def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes 
             text = f"{type(error).__name__}: the result cannot be sent: {printable(str(error)[:MAX_ERROR])}"
             print(text, file=sys.stderr)
             return Outcome(error=text)
+
+
+def _start(order: worker_messages.Program, call: pickling.Bytes | None) -> Any:
+    return _execute(order, order.source) if call is None else _call(call)
+
+
+def _until_replaced(program: Callable[[], Any]) -> Any:
+    """Run the program; the value, or the error, is that of the last one that has replaced it."""
+    try:
+        return program()
+    except ProgramReplaced as end:
+        value, error = end.value, end.error
+    if error is not None:
+        raise error
+    return value
 
 
 def _prepare_checkpoints(session: Session, checkpoints: tuple[str, int, int] | None) -> None:
@@ -222,10 +238,10 @@ def _add_names(function: Any, namespace: Mapping[str, Any]) -> None:
             own.setdefault(name, value)
 
 
-def _execute(job: str, source: str) -> Any:
+def _execute(order: worker_messages.Program, source: str) -> Any:
     """Run the cell in the engine's namespace; return the value of its last expression."""
     shell = get_ipython()
-    filename = f"<{job}>"
+    filename = f"<{order.job}, new program>" if order.number else f"<{order.job}>"
     code = shell.transform_cell(source)
     linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
     tree = ast.parse(code, filename)
@@ -234,19 +250,3 @@ def _execute(job: str, source: str) -> Any:
     if last is None:
         return None
     return eval(compile(ast.Expression(last.value), filename, "eval"), shell.user_ns)  # noqa: S307
-
-
-def _summary(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"SystemExit: the program called sys.exit({error.code!r})"
-    text = traceback.format_exception_only(error)[-1].strip() or "an error without a message"
-    return printable(text if len(text) < MAX_ERROR else f"{text[:MAX_ERROR]}…")
-
-
-def _describe(error: BaseException) -> str:
-    """The traceback from the user's first line on, without nbelastic's own frames."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parents[1])
-    user_frames = [frame for frame in frames if not frame.filename.startswith(ours)] or list(frames)
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(user_frames)]
-    return printable("".join(lines + traceback.format_exception_only(error))[-MAX_TRACEBACK:])

@@ -245,7 +245,7 @@ class WorkerReady(Event):
     `commit`: commits since the job's beginning; it belongs to the training state, and the highest is the newest. `clean`:
     its live tensors are those of that commit. `store`: where it offers a store. `holds_state`: it has the whole training
     state, of one commit; False before its first world, and after a transfer that broke off. `state_since`: the last
-    generation in which it received that state or trained with it.
+    generation in which it received that state or trained with it. `program`: which one of the job it runs, from 0.
     """
 
     worker: WorkerId
@@ -256,6 +256,7 @@ class WorkerReady(Event):
     store: str
     holds_state: bool = False
     state_since: int = 0
+    program: int = 0
 
 
 class StoreOffered(Event):

@@ -46,6 +46,23 @@ class Submit(Request):
     program: worker_messages.Program
 
 
+class Swap(ChangeRequest):
+    """Replace the present job's program by this one at the next commit. Answer with a `SwapOutcome`."""
+
+    program: worker_messages.Program
+
+
+class SwapOutcome(Struct, frozen=True):
+    """The new program has come to its first commit; or its `error`, and the old one goes on."""
+
+    job: str
+    notes: tuple[str, ...] = ()  # what it has not taken over
+    error: str = ""
+    rank: int | None = None  # that raised it
+    worker: str = ""
+    traceback: str = ""
+
+
 class SubmitScript(Request):
     """Run a script. Answer as for `Submit`."""
 
@@ -221,6 +238,7 @@ AnyRequest = (
     WaitForStart
     | WaitForWorld
     | Submit
+    | Swap
     | SubmitScript
     | StopJob
     | Execute
@@ -261,6 +279,7 @@ ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is te
     Execute: list[CellOutput],
     ExecuteSetup: list[CellOutput],
     ExecuteAtCommit: list[CommitOutput],
+    Swap: SwapOutcome,
     ShowStacks: list[WorkerStack],
     FindController: ControllerFound,
 }

@@ -137,12 +137,26 @@ class CellPiece(Message):
     text: str
 
 
+class SwapReport(Message):
+    """Worker → driver: what a new program has not taken over or, with an `error`, that it has ended before its first commit."""
+
+    worker: WorkerId
+    number: int
+    notes: tuple[str, ...] = ()
+    error: str = ""
+    traceback: str = ""
+
+
 class FetchCall(Message):
-    """Worker → driver: send the pickled call of `job` from byte `offset` on. The answer is a few `CallPiece`s."""
+    """Worker → driver: send the pickled call of `job` from byte `offset` on. The answer is a few `CallPiece`s.
+
+    `number`: as in `Program`.
+    """
 
     worker: WorkerId
     job: str
     offset: int
+    number: int = 0
 
 
 class ResultPiece(Message):
@@ -164,7 +178,10 @@ class StackShown(Message):
 
 
 class Program(Message):
-    """Driver → worker: run this as the program of `job`: a cell's `source`, or a pickled `call`."""
+    """Driver → worker: run this as the program of `job`: a cell's `source`, or a pickled `call`.
+
+    `number`: 0, or the number of the swap that has replaced the job's program by this one.
+    """
 
     job: str
     log_dir: str
@@ -172,6 +189,24 @@ class Program(Message):
     source: str = ""
     call: Blob | None = None
     results: str = ""  # a folder for long results, on the driver's machine; empty: the driver fetches them
+    number: int = 0
+
+
+class NewProgram(Message):
+    """Driver → worker in the elastic loop: leave this generation, and run `program` inside the one that you run.
+
+    `on_trial`: `KeepProgram` says whether you keep it.
+    """
+
+    program: Program
+    generation: int
+    on_trial: bool
+
+
+class KeepProgram(Message):
+    """Driver → worker: the job's program has this number. Keep it if you try it; return to it if you try another one."""
+
+    number: int
 
 
 class Cell(Message):
@@ -201,11 +236,12 @@ class InterruptCell(Message):
 
 
 class CallPiece(Message):
-    """Driver → worker: the answer to `FetchCall`: bytes of the call of `job` from `offset` on."""
+    """Driver → worker: the answer to `FetchCall`: bytes of the call from `offset` on."""
 
     job: str
     offset: int
     data: bytes
+    number: int = 0
 
 
 class FetchResult(Message):
@@ -325,6 +361,7 @@ FromWorker = (
     | ProgramResult
     | CellResult
     | CellPiece
+    | SwapReport
     | FetchCall
     | ResultPiece
     | StackShown
@@ -334,6 +371,8 @@ FromWorker = (
 ToWorker = (
     NewDriver
     | Program
+    | NewProgram
+    | KeepProgram
     | Cell
     | CommitCell
     | InterruptCell

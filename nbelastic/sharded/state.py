@@ -62,6 +62,7 @@ class ShardedState(State):
     """
 
     _kept = kept_state
+    _can_be_taken_over = False
 
     def __init__(self, *unnamed: Any, copies: int = 1, every: int = 1, **values: Any) -> None:
         for name, number, least in (("copies", copies, 0), ("every", every, 1)):

@@ -45,6 +45,7 @@ class State:
     """
 
     _kept: Any = checkpoints  # has `write_kept` and `load_kept`
+    _can_be_taken_over = True  # by the state of a new program
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         if unnamed:
@@ -57,6 +58,8 @@ class State:
         self._record: CommitRecord  # of the last commit
         self._skipped_reports: set[str] = set()  # names of reported values that were not numbers
         self.commits = 0
+        self._began_at = 0  # commits at the beginning of the program
+        self._copying_before = ""  # of the steps' watch, while a new program is tried
         self.reset_callbacks: list[Callable[[], object]] = []
         for name, value in values.items():
             if name.startswith("_") or hasattr(State, name) or name in self.__dict__:
@@ -117,7 +120,7 @@ class State:
         self._tensors.in_background = self._steps.announces_changes
         self._record_commit()
         if self._session is not None:
-            if self._session.checkpoints is not None:
+            if self._session.checkpoints is not None and not self._session.programs.on_trial:
                 self._session.checkpoints.committed(self)
             self._session.committed(self.commits)
 
@@ -168,7 +171,7 @@ class State:
         self.end()
         self._session = session
         self._steps.start(session)
-        self.commits = 0
+        self.commits = self._began_at = 0
         self._survey()
         check_plain(describe(self._contents.small(), []))
         self._record_start()
@@ -178,6 +181,18 @@ class State:
         self._steps.stop()
         self._session = None
         self._tensors.drop_pinned()
+
+    def _set_aside(self) -> None:
+        """At a commit: a new program takes over the values. Until it has made a commit, `_take_up` returns to this one."""
+        self._record_all()
+        self._copying_before, self._steps.copying = self._steps.copying, ""
+        self._steps.stop()
+
+    def _take_up(self, session: Session) -> None:
+        """The new program has failed: go on from the commit."""
+        self.undo()
+        self._steps.start(session)
+        self._steps.copying = self._copying_before
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """The ranks `leaving` end after this commit: every other rank holds the same state, so they send nothing."""
@@ -207,7 +222,7 @@ class State:
             )
             if channel.takes_part:
                 self._transfer(channel, formation)
-        if self.commits == 0:  # how the program commits is not known yet
+        if self.commits == self._began_at:  # how the program commits is not known yet
             self._record_all()
 
     def _transfer(self, channel: Channel, formation: Formation) -> None:

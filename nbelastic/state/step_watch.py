@@ -62,7 +62,7 @@ class StepWatch:
         return bool(self._steps)
 
     def start(self, session: Session) -> None:
-        """Watch the optimizers until `stop()`."""
+        """Watch the optimizers until `stop()`. Only one may be started in a process."""
         self._session = session
         self._hooks += [o.register_step_pre_hook(self._before_step) for o in self._contents.optimizers()]
         self._hooks.append(BackwardHook(self._after_backward))

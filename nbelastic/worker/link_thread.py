@@ -67,6 +67,9 @@ class StateHolder(Protocol):
     def position(self) -> tuple[int, bool]:
         """The newest commit, and whether the live tensors are those of that commit."""
 
+    def program_kept(self) -> None:
+        """The driver has accepted the new program that this loop runs."""
+
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective, at a commit: the ranks `leaving` end, and send what only they hold to others."""
 
@@ -157,7 +160,12 @@ class LinkThread:
 
     def _perform(self, message: messages.Message) -> None:
         match message:
-            case worker_messages.Program() | worker_messages.Cell() | worker_messages.CallPiece():
+            case (
+                worker_messages.Program()
+                | worker_messages.Cell()
+                | worker_messages.CallPiece()
+                | worker_messages.KeepProgram()
+            ):
                 if self.run is not None:  # else this worker has not announced that it can run programs
                     self.run(message)
             case worker_messages.FetchResult(job=job, offset=offset):

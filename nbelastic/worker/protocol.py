@@ -86,6 +86,8 @@ class Protocol:
         self._term = 0  # of the newest driver
         self.facts = WorkerFacts()
         self.job = ""
+        self.program = 0  # the number of the job's program that runs here
+        self.on_trial = False  # it is a new one, which the driver has not accepted yet
         self.quit: worker_messages.StopProgram | None = None  # the job is over
         self._newest_quit: worker_messages.StopProgram | None = None  # maybe of a job whose program has not begun
         self.left = 0  # the newest generation that this worker has left
@@ -129,8 +131,9 @@ class Protocol:
 
     # ---- called by the main thread ----
 
-    def begin(self, job: str) -> None:
+    def begin(self, job: str, program: int = 0) -> None:
         """Begin a program: drop what belongs to the last one."""
+        self.program, self.on_trial = program, False
         self.job, self.left, self.generation, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
         self._forget_promises()
         self.quit = self._quit_of(job)
@@ -141,7 +144,15 @@ class Protocol:
         """The event of a worker that waits for a world."""
         facts = self.facts
         event = ev.WorkerReady(
-            self.worker, self.job, self.left, commit, clean, store, facts.holds_state, facts.state_since
+            self.worker,
+            self.job,
+            self.left,
+            commit,
+            clean,
+            store,
+            facts.holds_state,
+            facts.state_since,
+            self.program,
         )
         facts.last_event = event
         return event
@@ -157,6 +168,8 @@ class Protocol:
             case Formation(generation=generation) if generation > self.left and not self.is_over(generation):
                 self.commits = 0
                 self._forget_promises()
+                if self.on_trial:  # it stops at its first commit, until the driver has decided
+                    self.pause_at = self.halt_at = 1
                 self.facts.last_event = None
                 return news
             case Formation(generation=generation) | worker_messages.Abort(generation=generation):
@@ -225,7 +238,9 @@ class Protocol:
                 return [Post(message)]
             case messages.Rehome():
                 return [Perform(message), Post(message)]
-            case worker_messages.LoadKeptState():
+            case worker_messages.KeepProgram():
+                return [Post(message), Perform(message)]
+            case worker_messages.LoadKeptState() | worker_messages.NewProgram():
                 return [Post(message)]
         return [Perform(message)]
 

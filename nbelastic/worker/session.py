@@ -33,6 +33,7 @@ from nbelastic.worker.interrupts import WorldAborted, WorldLeft
 from nbelastic.worker.link_thread import OFFER_AT, LinkThread, StateHolder
 from nbelastic.worker.output_buffer import OutputBuffer
 from nbelastic.worker.process_group import Offer, world_collectives
+from nbelastic.worker.programs import Programs
 from nbelastic.worker.warm_up import WarmUp
 from nbelastic.worker.worker_report import WorkerFacts
 
@@ -63,7 +64,7 @@ class Session:
         self.output = OutputBuffer()
         self.cell_pieces = CellPieces(self.worker)
         self.warm_up = WarmUp(nccl=settings.get("backend") != "gloo")
-        self.used = False  # an elastic function has run in this job
+        self.used = False  # an elastic function has run in this program
         self.warm_ups: list[Callable[[Any], object]] = []  # of this job's program, not called yet
         self.checkpoints: JobCheckpoints | None = None  # of this job
         self._refused: str = settings.get("refused", "")  # which modules the template has refused, and why
@@ -75,6 +76,7 @@ class Session:
             settings, self._protocol, self._inbox, self._groups, self.output, cell_pieces=self.cell_pieces
         )
         self.link = self._link_thread.link
+        self.programs = Programs(self._protocol, self._inbox, self.link.send)
         self._formation_read: Formation | None = None  # of the generation after this one, read at a commit
         self._formed_at = 0.0
 
@@ -118,7 +120,7 @@ class Session:
         self.facts.engine = engine
         self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), engine, self._refused))
 
-    def begin(self, job: str) -> None:
+    def begin(self, job: str, program: int = 0) -> None:
         """Begin a program: drop what belongs to the last one. JobStoppedError if the job is over already."""
         self.warm_up.wait()
         self.leave_group()
@@ -129,7 +131,7 @@ class Session:
         with self._inbox.lock:
             self._formation_read = None
             self._inbox.clear()
-            self._protocol.begin(job)
+            self._protocol.begin(job, program)
         self.used = False
         self.warm_ups = []
         self.checkpoints = None
@@ -194,6 +196,8 @@ class Session:
             match news:
                 case messages.Rehome():  # no member could connect to the old store
                     offer = offers.take_offer()
+                case worker_messages.NewProgram():
+                    self._handle(news)
                 case worker_messages.LoadKeptState(by=by, commit=commit):
                     holder.load_kept_state(kept_state_folder(self._relay, by), commit)
                     self._protocol.total, self.facts.holds_state = commit, True
@@ -268,6 +272,7 @@ class Session:
             if news is None and not waiting:
                 break
             self._handle(news)
+            announced = announced and not isinstance(news, worker_messages.Halt)  # it may have come too late to count
         if machine.leave_at is not None and machine.commits >= machine.leave_at:
             self.finish_gpu_work()
             if self.holder is not None:
@@ -277,7 +282,7 @@ class Session:
             self._inbox.attention = machine.has_promised or not self._inbox.is_empty()
 
     def _handle(self, news: protocol.News | None) -> None:
-        cells = self.holder.commit_cells if self.holder is not None else None
+        holder, cells = self.holder, None if self.holder is None else self.holder.commit_cells
         match news:
             case Formation():
                 self._formation_read = news
@@ -288,6 +293,12 @@ class Session:
             case worker_messages.CommitCell(generation=generation) if cells and generation == self._protocol.generation:
                 cells.accept()
                 self.link.send(cells.run(news))
+            case worker_messages.NewProgram(program=program) if cells and program.number != self._protocol.program:
+                cells.accept()
+                self.programs.ordered = news
+                raise WorldLeft
+            case worker_messages.KeepProgram(number=number) if holder and self.programs.keeps(number):
+                holder.program_kept()
             case worker_messages.Leave(commit=worker_messages.Leave.STAY) | worker_messages.Halt() if cells:
                 cells.accept()
 
@@ -320,12 +331,17 @@ class Session:
         self.check(found.device)
         return bool(found)
 
+    def fails_by(self, error: BaseException) -> bool:
+        """Whether the user's function has raised `error` by itself, as far as this worker can say."""
+        group = self._groups.present
+        return self._gpu_is_lost(error) or group is None or group.is_intact() or not may_be_collective(error)
+
     def is_own_error(self, error: BaseException) -> bool:
         """The user's function raised `error`: ask the driver whether the program caused it, and not a lost worker."""
         group = self._groups.present
         assert group is not None
         machine, generation = self._protocol, group.generation
-        own = self._gpu_is_lost(error) or group.is_intact() or not may_be_collective(error)
+        own = self.fails_by(error)
         raised = machine.raised(f"{type(error).__name__}: {error}", intact=own)
         while not machine.is_over(generation):
             self.link.send(raised)
@@ -353,10 +369,12 @@ class Session:
         self._groups.close()
 
     def _receive(self, timeout: float) -> protocol.News | None:
-        """The next message. JobStoppedError if it ends the job for another reason than this program's error."""
+        """The next message. JobStoppedError if the job ends for another reason than this program's error; ProgramRejected."""
         news = self._inbox.take(timeout)
         if isinstance(news, worker_messages.StopProgram) and not news.own:
             raise JobStoppedError(news.reason)
+        if isinstance(news, worker_messages.KeepProgram):
+            self._handle(news)
         return news
 
 

@@ -11,9 +11,10 @@ import traceback
 from types import FrameType
 
 MAX_STACK = 64_000  # characters
+_NBELASTIC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (
     *dict.fromkeys(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")),
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # nbelastic itself
+    _NBELASTIC,
     "<frozen",
 )
 _PACKAGES = r"[^\"\n]*/(?:site|dist)-packages/"  # of any environment: the user's own, a parent environment
@@ -53,6 +54,15 @@ def _frames_of_program(frame: FrameType | None) -> list[FrameType]:
 def user_frames() -> list[FrameType]:
     """The calling thread's frames of user code, the outermost first."""
     return [frame for frame in _frames_of_program(sys._getframe()) if _is_user_code(frame)]
+
+
+def is_in_user_code(frame: FrameType | None) -> bool:
+    """Whether user code runs here, or what it has called of other libraries than nbelastic."""
+    while frame is not None and not _is_user_code(frame):
+        if frame.f_code.co_filename.startswith(_NBELASTIC):
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def _format_stack(frames: list[FrameType]) -> str:

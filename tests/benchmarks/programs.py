@@ -67,6 +67,21 @@ def record_slow_steps(folder: str, steps: int) -> int:
     return _record(folder, steps, *model_and_optimizer(), one_step, sleep=0.02)
 
 
+def fail_in_first_step(folder: str, steps: int) -> None:
+    """Be a new program that raises on one rank in its first step, while the others wait for it."""
+    import torch
+
+    model, optimizer = model_and_optimizer()
+
+    @nbe.elastic
+    def loop(state: Any) -> None:
+        if nbe.rank() == nbe.size() - 1:
+            raise ValueError(f"no step {state.step} of {steps} for {folder}")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    loop(nbe.TorchState(model=model, optimizer=optimizer, step=0))
+
+
 def record_large_steps(folder: str, steps: int) -> int:
     """Do the same as `record_steps` with 25 M parameters."""
     return _record(folder, steps, *large_model_and_optimizer(), one_large_step)

@@ -6,6 +6,7 @@ Each case prints min / median / max. Times come from files to which the training
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -124,6 +125,39 @@ def cells(count: int) -> dict[str, list[float]]:
         found["undisturbed"].append(longest_gap(steps, idle, asked))
     numbers = sorted(step["step"] for step in steps if step["pid"] == steps[0]["pid"])
     found["lost"].append(float(numbers[-1] - numbers[0] + 1 - len(numbers)))
+    return found
+
+
+def swap(count: int) -> dict[str, list[float]]:
+    """Replace the program of a world of N, steps of 20 ms, by one that works and by one that fails in its first step.
+
+    `works`, `fails`: from the request to the answer. `gap`: the longest time between two steps meanwhile.
+    """
+    found: dict[str, list[float]] = {
+        "works": [],
+        "gap": [],
+        "fails": [],
+        "gap of a failure": [],
+        "lost or repeated": [],
+    }
+    spans = []
+    with training(f"localhost:{N}", programs.record_slow_steps, min=N) as (cluster, folder):
+        for _ in range(count):
+            for program, took in ((programs.record_slow_steps, "works"), (programs.fail_in_first_step, "fails")):
+                cluster.wait(N, timeout=30)
+                time.sleep(0.3)
+                asked = time.time()
+                with contextlib.suppress(nbe.JobError):
+                    cluster.run(program, folder, 10**9, swap=True)
+                found[took].append(time.time() - asked)
+                time.sleep(0.3)
+                spans.append((took, asked, time.time()))
+        steps = steps_in(folder)
+    for took, asked, end in spans:
+        found["gap" if took == "works" else "gap of a failure"].append(longest_gap(steps, asked, end))
+    numbers = sorted(step["step"] for step in steps if step["pid"] == steps[0]["pid"])
+    wrong = len(numbers) - len({*numbers}) + numbers[-1] - numbers[0] + 1 - len({*numbers})
+    found["lost or repeated"].append(float(wrong))
     return found
 
 
@@ -266,6 +300,7 @@ def cases(part: int) -> Cases:
         "stop": lambda: faults(signal.SIGSTOP, max(3, 20 // part), 0.7),
         "planned": lambda: planned(max(3, 15 // part)),
         "cells": lambda: cells(max(5, 50 // part)),
+        "swap": lambda: swap(max(3, 25 // part)),
         "memory": memory,
         "throughput": lambda: throughput(max(2, 7 // part), 5.0),
         "soak": lambda: soak(max(10, 100 // part)),

@@ -12,6 +12,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.swap_events import SwapCancelled, SwapSubmitted
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
 from tests.core.story import Story
@@ -52,7 +53,7 @@ class AnyStory(RuleBasedStateMachine):
             timeouts=Timeouts(step=300.0, recover_working=120.0, sync=300.0),
         )
         self.story.addresses = dict(network)
-        self.jobs = self.cells = 0
+        self.jobs = self.cells = self.programs = 0
         self.story.add("n:2").add("b:1")  # not in alphabetical order: seniority is not the name
         self.let_all_answer()
 
@@ -114,6 +115,23 @@ class AnyStory(RuleBasedStateMachine):
         w = data.draw(st.sampled_from(sorted(halt.running)))
         self.story._unsay(w, ev.CommitCellEnded)
         self.story.send(ev.CommitCellEnded(w, halt.cells[0].number, begun, "x" * changed))
+
+    @rule()
+    def submit_program(self):
+        self.programs += 1
+        self.story.send(SwapSubmitted(self.programs))
+
+    @precondition(lambda self: self.programs)
+    @rule()
+    def cancel_program(self):
+        self.story.send(SwapCancelled(self.programs))
+
+    @precondition(lambda self: any(fake.old for fake in self.story.fakes.values()))
+    @rule(data=st.data())
+    def fail_program(self, data):
+        """A new program raises on one worker, which returns to the old one."""
+        w = data.draw(st.sampled_from(sorted(w for w, fake in self.story.fakes.items() if fake.old)))
+        self.story.fail_program(w)
 
     @precondition(lambda self: self.story.cluster.active)
     @rule(steps=st.integers(0, 2))

@@ -43,6 +43,8 @@ class FakeWorker:
     stands: int = 0  # the generation whose group it has kept when its program ended
     stopped: str = ""  # why it was asked to stop
     asks: bool = False  # it hangs and asks how to end
+    program: int = 0  # of its job
+    old: tuple[int, int] | None = None  # while it tries a new program: the old one, and the commit at which it was left
 
 
 def wid(text: str) -> WorkerId:
@@ -126,7 +128,7 @@ class FakeCluster:
                 missing = {cell.source for cell in self.cluster.setup} - set(self.ran.get(w, ()))
                 assert not missing, f"{w} gets a program without {missing}"
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
-                self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
+                self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered, program=self.cluster.job.program)
                 self._say_ready(w)
             case cmd.FormWorld():
                 self._form(command)
@@ -159,6 +161,12 @@ class FakeCluster:
                 for w in workers:
                     assert self.fakes[w].bound, f"{w} does not stand still"
                     self._say(w, ev.CommitCellEnded(w, number))
+            case cmd.TryProgram(program=program, workers=workers, on_trial=on_trial):
+                for w in workers:
+                    self._try_program(w, program, on_trial=on_trial)
+            case cmd.KeepProgram(program=program, workers=workers):
+                for w in workers:
+                    self._keep_program(w, program)
             case cmd.InterruptCell(number=number, workers=workers):
                 for w in workers:
                     self._unsay(w, ev.CommitCellEnded)
@@ -274,6 +282,31 @@ class FakeCluster:
         fake.left, fake.generation, fake.formed, fake.bound = max(fake.left, generation), 0, False, False
         self._say_ready(w)
 
+    def _try_program(self, w: WorkerId, program: int, *, on_trial: bool) -> None:
+        fake = self.fakes.get(w)
+        if fake is None or not fake.job or fake.returned or fake.program == program or w in self.stuck:
+            return
+        assert fake.bound or not fake.generation, f"{w} does not stand still"
+        fake.program, fake.old = program, (fake.program, fake.commit) if on_trial else None
+        self._leave_for_program(w)
+
+    def _keep_program(self, w: WorkerId, program: int) -> None:
+        fake = self.fakes.get(w)
+        if fake is None or fake.old is None or w in self.stuck:
+            return
+        if fake.program != program:
+            assert program == fake.old[0], f"{w} is to return to program {program}"
+            fake.program, fake.commit = fake.old
+            self._leave_for_program(w)
+        fake.old = None
+
+    def _leave_for_program(self, w: WorkerId) -> None:
+        fake = self.fakes[w]
+        self._unsay(w, ev.WorkerFormed, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerHalted, ev.CommitCellEnded)
+        fake.left, fake.generation = max(fake.left, fake.generation), 0
+        fake.formed = fake.bound = False
+        self._say_ready(w)
+
     def _quit(self, w: WorkerId, order: cmd.StopProgram) -> None:
         fake = self.fakes.get(w)
         if fake is None or fake.job != order.job:
@@ -334,7 +367,9 @@ class FakeCluster:
     def _say_ready(self, w: WorkerId) -> None:
         fake = self.fakes[w]
         store = self.store(w, fake.left)
-        fake.word = ev.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, store, fake.holds, fake.since)
+        fake.word = ev.WorkerReady(
+            w, fake.job, fake.left, fake.commit, fake.clean, store, fake.holds, fake.since, fake.program
+        )
         self._say(w, fake.word)
 
     def _say(self, w: WorkerId, *events: ev.Event) -> None:

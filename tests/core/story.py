@@ -16,6 +16,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.swap_events import SwapFailed
 from tests.core.fakes import SIGKILL, FakeCluster, wid
 from tests.core.invariants import check, check_doubled, check_stores
 
@@ -73,6 +74,14 @@ class Story(FakeCluster):
                 generation == fake.generation
             ):
                 fake.word = event
+
+    def fail_program(self, w: WorkerId) -> None:
+        """A new program raises on this worker before its first commit."""
+        fake = self.fakes[w]
+        if w not in self.stuck:
+            program, (old, _) = fake.program, fake.old
+            self._keep_program(w, old)
+            self.send(SwapFailed(w, program, "ValueError: no"))
 
     def answer(self, which: Callable[[ev.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
         """Send the fakes' answers in order until there are none (of those that `which` picks)."""

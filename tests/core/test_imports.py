@@ -40,7 +40,10 @@ PURE = [
         ROOT / "agent" / "protocol.py",
         *(ROOT / "worker" / f"{name}.py" for name in ("protocol", "worker_report", "formation", "telemetry")),
     ),
-    *(ROOT / "protocol" / f"{name}.py" for name in ("ids", "events", "script_events", "cluster_limits", "timeouts")),
+    *(
+        ROOT / "protocol" / f"{name}.py"
+        for name in ("ids", "events", "script_events", "swap_events", "cluster_limits", "timeouts")
+    ),
     *(
         ROOT / "protocol" / f"{name}.py"
         for name in ("exit_codes", "rank_layout", "messages", "agent_messages", "node_messages", "worker_messages")

@@ -13,6 +13,7 @@ from nbelastic.core.reasons import Missing, Reason
 from nbelastic.protocol import agent_messages, ids, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import swap_events as swev
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.timeouts import Timeouts
@@ -65,6 +66,7 @@ FILL = {
         "job-1", "/home/me/train.py", ("--generations", "10"), environment={"A": "b"}
     ),
     worker_messages.Formation: worker_messages.Formation(7, (("a", (0, 2)), ("b", (1,))), "127.0.0.1:1", 0, ((1, 3),)),
+    worker_messages.Program: worker_messages.Program("job-1", "/logs/one", source="1 + 1", number=9),
     tuple[tuple[str, tuple[int, ...]], ...]: (("a", (0, 2)), ("b", (1,))),
     tuple[tuple[int, int], ...]: ((1, 3),),
     tuple[ids.Gpu, ...]: (ids.Gpu("GPU-1a", "NVML has reported Xid 79"), ids.Gpu("MIG-2")),
@@ -78,6 +80,7 @@ def kinds(base: type) -> list[type]:
         **vars(ev),
         **vars(cmd),
         **vars(sev),
+        **vars(swev),
         **vars(scmd),
         **vars(messages),
         **vars(agent_messages),

@@ -1,0 +1,28 @@
+"""Describes an error of the user's code, as one line and as a traceback."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from nbelastic.worker.output_buffer import printable
+
+MAX_ERROR = 500  # characters of an error's text
+MAX_TRACEBACK = 100_000  # last characters of a traceback that are sent
+
+
+def summary(error: BaseException) -> str:
+    """The error in one line."""
+    if isinstance(error, SystemExit):
+        return f"SystemExit: the program called sys.exit({error.code!r})"
+    text = traceback.format_exception_only(error)[-1].strip() or "an error without a message"
+    return printable(text if len(text) < MAX_ERROR else f"{text[:MAX_ERROR]}…")
+
+
+def describe(error: BaseException) -> str:
+    """The traceback from the user's first line on, without nbelastic's own frames."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    user_frames = [frame for frame in frames if not frame.filename.startswith(ours)] or list(frames)
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(user_frames)]
+    return printable("".join(lines + traceback.format_exception_only(error))[-MAX_TRACEBACK:])

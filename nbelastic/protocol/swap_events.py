@@ -1,0 +1,29 @@
+"""Events of a swap, in the past tense: a job's program is replaced while it trains. See `core.swaps`."""
+
+# mypy: disable-error-code="misc"
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
+from __future__ import annotations
+
+from nbelastic.protocol.events import Event
+from nbelastic.protocol.ids import WorkerId
+
+
+class SwapSubmitted(Event):
+    """Client → core: at the next commit, replace the program of the present job by this one."""
+
+    program: int
+    by: str = ""
+
+
+class SwapCancelled(Event):
+    """Driver → core: no client waits for this program any more."""
+
+    program: int
+
+
+class SwapFailed(Event):
+    """Worker → core: the new program has ended before its first commit, so this worker returns to the old one."""
+
+    worker: WorkerId
+    program: int
+    error: str

@@ -1,0 +1,138 @@
+"""The state of a new program takes over the values of the old one's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nbelastic as nbe
+from nbelastic.errors import StateError
+from nbelastic.state.takeover import initial_values, merged, take_over
+
+
+def make(width=4, lr=0.1, steps=10, **values):
+    torch.manual_seed(len(values))
+    model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, steps)
+    return nbe.TorchState(model=model, optimizer=optimizer, scheduler=scheduler, **values)
+
+
+def train(state, steps=3):
+    for _ in range(steps):
+        state.optimizer.zero_grad()
+        state.model(torch.randn(5, 3)).sum().backward()
+        state.optimizer.step()
+        state.scheduler.step()
+        state.commit()
+    return state
+
+
+def taken(new, old, base):
+    return take_over(new, old, base, initial_values(new))
+
+
+def trained(**kwargs):
+    state = make(**kwargs)
+    base = initial_values(state)
+    return train(state), base
+
+
+def test_an_equal_program_goes_on_as_the_old_one_would():
+    """Parameters, buffers, momentum, schedule, counters and random generators: the next steps are the same to the last bit."""
+    old, base = trained(epoch=0)
+    old.epoch = 2
+    old.commit()
+    new = make(epoch=0)
+    assert taken(new, old, base) == ([], False)
+    assert (new.epoch, new.commits) == (2, 4)
+    train(new)
+    result = [p.clone() for p in (*new.model.parameters(), *new.model.buffers())]
+    torch.set_rng_state(old._record._random["torch"])
+    train(old)
+    assert all(map(torch.equal, result, (*old.model.parameters(), *old.model.buffers())))
+
+
+def test_the_old_state_stays_as_it_is():
+    """The new program's steps change nothing of it."""
+    old, base = trained()
+    before = {name: t.clone() for name, t in old.model.state_dict().items()}
+    momentum = [dict(entry) for entry in old.optimizer.state_dict()["state"].values()]
+    copies = [{k: v.clone() for k, v in entry.items()} for entry in momentum]
+    new = make()
+    taken(new, old, base)
+    train(new)
+    assert all(torch.equal(t, before[name]) for name, t in old.model.state_dict().items())
+    assert all(torch.equal(e[k], c[k]) for e, c in zip(momentum, copies, strict=True) for k in c)
+
+
+def test_what_the_user_has_edited_counts():
+    """A new learning rate is used, also under a scheduler; the schedule's position goes on. A note says what was set."""
+    old, base = trained(lr=0.1, patience=3)
+    new = make(lr=0.5, steps=100, patience=3)
+    notes = taken(new, old, base).notes
+    assert new.optimizer.param_groups[0]["lr"] == 0.5
+    assert (new.scheduler.step_size, new.scheduler.last_epoch, new.patience) == (100, 3, 3)
+    assert any("optimizer.lr" in note and "scheduler.step_size" in note for note in notes), notes
+
+
+def test_other_shapes_and_names_are_said():
+    """Layers of another width, and new names, begin afresh; what nobody takes over is named."""
+    old, base = trained(best=1.0)
+    new = make(width=6, worst=2.0)
+    found = taken(new, old, base)
+    assert found.has_fresh_tensors
+    text = " ".join(found.notes)
+    assert "new parameters model.0.weight" in text
+    assert "starts fresh with worst" in text
+    assert "does not take over best" in text
+    assert torch.equal(new.model[2].bias, old.model[2].bias)
+    assert not new.optimizer.state[new.model[0].weight]
+    assert new.optimizer.state[new.model[2].bias]["step"] == 3
+
+
+def test_another_optimizer_begins_afresh():
+    """It keeps other things for its parameters."""
+    old, base = trained()
+    new = make()
+    values = {**new._contents.values, "optimizer": torch.optim.SGD(new.model.parameters(), lr=0.1)}
+    del values["scheduler"]
+    found = taken(nbe.TorchState(**values), old, base)
+    assert found.has_fresh_tensors
+    assert not values["optimizer"].state
+
+
+def test_a_sharded_state_takes_over_nothing():
+    """The error says what to do instead."""
+    old, base = trained()
+    with pytest.raises(StateError, match="run the job with checkpoint="):
+        take_over(nbe.ShardedState(step=0), old, base, {})
+
+
+VALUES = st.recursive(
+    st.integers() | st.text(max_size=2) | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(VALUES, VALUES)
+def test_a_program_that_was_not_edited_changes_nothing(base, present):
+    """Whatever the training has made of its values."""
+    assert merged(base, present, base) == present
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), VALUES), st.sampled_from("abcd"), VALUES)
+def test_only_an_edited_entry_is_set(base, key, value):
+    """All others go on."""
+    present = {name: [entry, "trained"] for name, entry in base.items()}
+    edited = {**base, key: value}
+    own: list[str] = []
+    result = merged(base, present, edited, "state", own)
+    for name in base:
+        if name != key or base[name] == value:
+            assert result[name] == present[name]
+    if key in base and base[key] != value and not isinstance(value, dict | list):
+        assert (result[key], own) == (value, [f"state.{key}"])
