@@ -20,6 +20,7 @@ from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.state import State
 from nbelastic.worker import session as _session
 from nbelastic.worker.interrupts import ProgramRejected, WorldAborted, WorldLeft
+from nbelastic.worker.own_errors import is_of_program
 from nbelastic.worker.session import Session
 from nbelastic.worker.threads import run_in_thread
 
@@ -212,7 +213,7 @@ class _Loop:
         except ProgramRejected:
             raise
         except BaseException as error:
-            if session.programs.on_trial and session.fails_by(error):
+            if session.programs.on_trial and is_of_program(error, session.groups):
                 raise
             if session.is_own_error(error):
                 self._own_error = error

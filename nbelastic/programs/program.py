@@ -46,10 +46,10 @@ class Outcome(NamedTuple):
 
 def start_runner(session: Session, engine: str) -> asyncio.Task[None]:
     """Let this worker, which is ipyparallel's `engine`, run programs and cells. Call it in the engine's event loop."""
-    loop, runner = asyncio.get_running_loop(), Runner(session)
-    serving = loop.create_task(runner.serve())
+    runner = Runner(session)
+    serving = asyncio.get_running_loop().create_task(runner.serve())
     session.programs.run = runner.run_inside
-    session.hello(engine, lambda message: runner.take(message, loop))
+    session.hello(engine, runner.take)
     return serving
 
 
@@ -57,14 +57,14 @@ class Runner:
     """Runs programs and cells one after the other, as they arrive, in the engine's event loop."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session, self._loop = session, asyncio.get_running_loop()
         self._requests: asyncio.Queue[messages.Message] = asyncio.Queue()
         self._pieces: queue.SimpleQueue[worker_messages.CallPiece] = queue.SimpleQueue()
         self._newest_job = ""  # of the last program
         self._interrupts = CellInterrupts()
 
-    def take(self, message: messages.Message, loop: asyncio.AbstractEventLoop) -> None:
-        """In the link's thread: queue a message of the driver for the task that runs programs in this event loop."""
+    def take(self, message: messages.Message) -> None:
+        """In any thread: queue a message of the driver for the task that runs programs, or act on it at once."""
         if isinstance(message, worker_messages.CallPiece):
             self._pieces.put(message)  # the main thread waits for it outside the event loop
         elif isinstance(message, worker_messages.KeepProgram):
@@ -72,7 +72,7 @@ class Runner:
         elif isinstance(message, worker_messages.InterruptCell):  # now: the event loop waits for the cell
             self._interrupts.interrupt(message.number)
         else:
-            loop.call_soon_threadsafe(self._requests.put_nowait, message)
+            self._loop.call_soon_threadsafe(self._requests.put_nowait, message)
 
     async def serve(self) -> None:
         """Run programs and cells until this task is cancelled."""

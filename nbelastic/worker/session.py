@@ -19,19 +19,19 @@ import torch.distributed as dist
 from nbelastic.errors import JobStoppedError, NoWorldError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
-from nbelastic.protocol.exit_codes import GPU_LOST
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.folder_paths import kept_state_folder
-from nbelastic.worker import gpu_errors, protocol
+from nbelastic.worker import protocol
 from nbelastic.worker.accelerator import accelerator_for
 from nbelastic.worker.cell_pieces import CellPieces
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
-from nbelastic.worker.hang_detector import REPEAT, may_be_collective
+from nbelastic.worker.hang_detector import REPEAT
 from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.interrupts import WorldAborted, WorldLeft
 from nbelastic.worker.link_thread import OFFER_AT, LinkThread, StateHolder
 from nbelastic.worker.output_buffer import OutputBuffer
+from nbelastic.worker.own_errors import is_of_program
 from nbelastic.worker.process_group import Offer, world_collectives
 from nbelastic.worker.programs import Programs
 from nbelastic.worker.warm_up import WarmUp
@@ -331,17 +331,12 @@ class Session:
         self.check(found.device)
         return bool(found)
 
-    def fails_by(self, error: BaseException) -> bool:
-        """Whether the user's function has raised `error` by itself, as far as this worker can say."""
-        group = self._groups.present
-        return self._gpu_is_lost(error) or group is None or group.is_intact() or not may_be_collective(error)
-
     def is_own_error(self, error: BaseException) -> bool:
         """The user's function raised `error`: ask the driver whether the program caused it, and not a lost worker."""
         group = self._groups.present
         assert group is not None
         machine, generation = self._protocol, group.generation
-        own = self.fails_by(error)
+        own = is_of_program(error, self._groups)
         raised = machine.raised(f"{type(error).__name__}: {error}", intact=own)
         while not machine.is_over(generation):
             self.link.send(raised)
@@ -351,17 +346,6 @@ class Session:
                 case worker_messages.StopProgram():  # of this program's own error: other ranks raised it too
                     return True
         return machine.quit is not None and machine.quit.own
-
-    def _gpu_is_lost(self, error: BaseException) -> bool:
-        """Whether this process has lost its GPU by a failed assertion of the program's own. End it if the GPU failed."""
-        if not gpu_errors.is_gpu_error(error):
-            return False
-        if not gpu_errors.is_gpu_lost(lambda: self._groups.synchronize(all_streams=True)):
-            return False
-        if gpu_errors.ASSERT in str(error):
-            return True
-        os.write(2, f"nbelastic: this worker ends, as its GPU failed: {error}\n".encode())
-        os._exit(GPU_LOST)
 
     def leave_group(self) -> None:
         """Close the generation's group, if there is one."""

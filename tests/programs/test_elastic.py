@@ -25,6 +25,7 @@ class StoppedInAStep:
     warm_ups = ()
     link = SimpleNamespace(disconnected=False)
     facts = SimpleNamespace(holds_state=True)
+    programs = SimpleNamespace(outer=None, on_trial=False)
 
     def __init__(self, state):
         self.state, self.saved = state, []
@@ -53,7 +54,7 @@ def test_the_last_checkpoint_of_a_stopped_job_is_its_last_commit():
     state = nbe.ObjectState(n=0)
     session = StoppedInAStep(state)
     with pytest.raises(JobStoppedError):
-        elastic._Loop(session, state).run(lambda: None)
+        elastic._Loop(session, state, lambda: None).run()
     assert session.saved == [1]
 
 
@@ -61,7 +62,7 @@ def test_a_state_that_is_refused_is_not_kept():
     """No hook on backward passes refers to it, which would keep its model in memory."""
     state = nbe.ObjectState(n=object())
     with pytest.raises(nbe.StateError):
-        elastic._Loop(StoppedInAStep(state), state).run(lambda: None)
+        elastic._Loop(StoppedInAStep(state), state, lambda: None).run()
     assert not backward._hooks
 
 
@@ -72,7 +73,7 @@ def test_a_gpu_that_does_not_finish_does_not_keep_a_hung_worker(monkeypatch, tmp
     state = nbe.ObjectState(n=0)
     session = StoppedInAStep(state)
     session.groups = SimpleNamespace(uses_gpu=True, synchronize=lambda all_streams: never.wait())
-    holder = elastic._Loop(session, state)
+    holder = elastic._Loop(session, state, lambda: None)
     monkeypatch.setattr(type(state), "undo", lambda _: pytest.fail("it would wait for the GPU"))
     for write in (holder.write_last_checkpoint, lambda: holder.write_kept_state(tmp_path)):
         with pytest.raises(nbe.StateError, match="the GPU does not finish its work within"):
@@ -102,7 +103,7 @@ def test_what_a_warm_up_changes_is_undone():
 
     session.warm_ups, session.gather = [one_step], gather
     with pytest.raises(JobStoppedError):
-        elastic._Loop(session, state).run(lambda: None)
+        elastic._Loop(session, state, lambda: None).run()
     assert session.warm_ups == []
 
 
@@ -123,7 +124,7 @@ def test_a_warm_up_changes_no_sharded_state():
     session.warm_ups, session.gather = [draw], gather
     session.facts = SimpleNamespace(holds_state=False)
     with pytest.raises(JobStoppedError):
-        elastic._Loop(session, state).run(lambda: None)
+        elastic._Loop(session, state, lambda: None).run()
 
 
 def test_outside_a_worker_a_warm_up_is_an_ordinary_function():

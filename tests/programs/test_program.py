@@ -43,7 +43,7 @@ class FakeSession:
     def sent_to_driver(self, message: messages.Message) -> None:
         self.answer(message)
 
-    def begin(self, job: str) -> None:
+    def begin(self, job: str, program: int = 0) -> None:
         self.refuse_if_stopped(job)
 
     def finish(self) -> None:
@@ -127,23 +127,16 @@ def test_a_call_from_another_machine_is_fetched_in_pieces(session):
     """Several pieces are requested at a time. Pieces that arrive twice, or belong to another job, are ignored."""
     array = os.urandom((pickling.PIECES + 2) * pickling.PIECE)
     data, _ = call(len, array)
-    requested, under_way = [], []
-
-    def arrives():
-        if under_way:
-            session.runner.take(under_way.pop(0))
-            asyncio.get_running_loop().call_soon(arrives)
+    requested = []
 
     def answer(message):
         if isinstance(message, worker_messages.FetchCall):
             requested.append(message.offset)
-            under_way.append(worker_messages.CallPiece("job-0", message.offset, b"junk"))
-            under_way.extend(
-                worker_messages.CallPiece("job-1", at, piece)
-                for at, piece in pickling.pieces(data, message.offset)
-                for _ in "ab"
-            )
-            asyncio.get_running_loop().call_soon(arrives)
+            session.runner.take(worker_messages.CallPiece("job-0", message.offset, b"junk"))
+            session.runner.take(worker_messages.CallPiece("job-1", message.offset, b"of a new program", number=3))
+            for at, piece in pickling.pieces(data, message.offset):
+                for _ in "ab":
+                    session.runner.take(worker_messages.CallPiece("job-1", at, piece))
 
     session.answer = answer
     (result,) = run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nbelastic.protocol.exit_codes import GPU_LOST
-from nbelastic.worker import gpu_errors, session
+from nbelastic.worker import gpu_errors, own_errors
 from nbelastic.worker.session import Session
 
 ECC = RuntimeError("CUDA error: uncorrectable ECC error encountered")
@@ -67,9 +67,9 @@ def test_a_worker_whose_gpu_fails_ends_itself(monkeypatch, error, fails, outcome
     settings = {"worker": "a/0#1", "address": "127.0.0.1", "relay": "/tmp", "heartbeat": 1.0, "lease": 60.0}
     worker = Session(settings)
     monkeypatch.setattr(worker.groups, "synchronize", lambda **_: synchronize())
-    monkeypatch.setattr(session.os, "_exit", end)
+    monkeypatch.setattr(own_errors.os, "_exit", end)
     if outcome is GPU_LOST:
         with pytest.raises(Ended, match=str(GPU_LOST)):
-            worker._gpu_is_lost(error)
+            own_errors._gpu_is_lost(error, worker.groups)
     else:
-        assert worker._gpu_is_lost(error) is outcome
+        assert own_errors._gpu_is_lost(error, worker.groups) is outcome
