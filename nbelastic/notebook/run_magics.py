@@ -32,6 +32,9 @@ class RunMagics(ClusterMagics):
             help="for a cell: start from the newest checkpoint in this folder, and save there",
         ),
         argument("--checkpoint-every", type=int, metavar="N", help="for a cell: commits between two checkpoints (100)"),
+        argument(
+            "--swap", action="store_true", help="a cell replaces the program of the job that runs, between two steps"
+        ),
         argument("--checkpoint-keep", type=int, metavar="K", help="for a cell: how many checkpoints are kept (3)"),
         *SCRIPT_OPTIONS,
         argument(
@@ -41,7 +44,7 @@ class RunMagics(ClusterMagics):
     def elastic_run(self, options: Namespace, cell: str | None) -> Job:
         """Train: %%elastic_run runs its cell as the program of every worker, %elastic_run runs a torchrun script.
 
-        Returns a Job at once.
+        Returns a Job at once. With --swap the cell takes over the training of the job that runs, and returns that job.
         """
         self._check_variable(options.job_variable)
         checkpoints = {name: value for name, value in vars(options).items() if name.startswith("checkpoint")}
@@ -51,12 +54,14 @@ class RunMagics(ClusterMagics):
                 raise UsageError("name a script, or write %%elastic_run above a cell.")
             if any(value is not None for value in checkpoints.values()):
                 raise UsageError("--checkpoint options need a cell: a script saves its own checkpoints.")
+            if options.swap:
+                raise UsageError("--swap needs a cell: a script makes no commits, at which it could be replaced.")
             job = self._cluster().run_script(*options.script, **script)
         elif options.script or script:
             raise UsageError("a script and its options cannot be combined with a cell: write %elastic_run.")
         else:
             with short_syntax_errors():
-                job = self._cluster().run_cell(cell, **checkpoints)
+                job = self._cluster().run_cell(cell, swap=options.swap, **checkpoints)
         if options.job_variable:
             self.shell.user_ns[options.job_variable] = job
         if options.wait or options.timeout is not None:

@@ -34,9 +34,10 @@ def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
 def test_a_training_cell_has_options_for_its_checkpoints(ip, magics, cluster):
     """The cluster decides on options that are not given."""
     ip.run_cell("%%elastic_run --checkpoint ~/here --checkpoint-every 50 --checkpoint-keep 2\npass").raise_error()
-    assert cluster.job.options == {"checkpoint": "~/here", "checkpoint_every": 50, "checkpoint_keep": 2}
-    ip.run_cell("%%elastic_run\npass").raise_error()
-    assert set(cluster.job.options.values()) == {None}
+    given = {"checkpoint": "~/here", "checkpoint_every": 50, "checkpoint_keep": 2}
+    assert cluster.job.options == {**given, "swap": False}
+    ip.run_cell("%%elastic_run --swap\npass").raise_error()
+    assert cluster.job.options == {**dict.fromkeys(given), "swap": True}
 
 
 def test_a_script_runs_with_its_options(ip, magics, cluster):
@@ -54,6 +55,7 @@ def test_a_script_runs_with_its_options(ip, magics, cluster):
     [
         ("", None, "name a script, or write %%elastic_run above a cell."),
         ("--checkpoint there train.py", None, "--checkpoint options need a cell: a script saves its own checkpoints."),
+        ("--swap train.py", None, "--swap needs a cell"),
         ("--cold", "pass", "a script and its options cannot be combined with a cell: write %elastic_run."),
         ("train.py", "pass", "a script and its options cannot be combined with a cell: write %elastic_run."),
         ("--env A train.py", None, "--env A: write NAME=VALUE."),
