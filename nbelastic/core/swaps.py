@@ -108,7 +108,7 @@ def reject(cluster: ClusterState, why: str, now: float, out: Commands) -> Cluste
     cluster = _expect(cluster, cluster.newcomers.intersection(trying), now)
     if cluster.stage in (Stage.LEAVING, Stage.GATHERING):  # their reports so far are of the new program
         return replace(cluster, stage=Stage.GATHERING, awaiting=cluster.member_set)
-    cluster = replace(cluster, resets=cluster.resets - 1)  # this break is no failure of the training
+    cluster = replace(cluster, resets=cluster.resets - 1)  # this break does not count as a failure of the training
     return generation_end.break_generation(cluster, f"the new program failed: {why}", now, out)
 
 

@@ -46,7 +46,7 @@ def check_training(story: Story, program: int, resets: int = 0) -> Story:
 
 
 def test_all_members_change_at_one_commit_and_keep_the_program_at_its_first():
-    """Nobody keeps it before all have made that commit. Then all train on, without a reset."""
+    """No member keeps it before all have made that commit. Then all train on, without a reset."""
     story = formed()
     story.hear(ev.WorkerHalted, *MEMBERS[:2])
     assert not story.commands(cmd.KeepProgram)

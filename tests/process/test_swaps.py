@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import textwrap
 import time
 from pathlib import Path
 
@@ -20,6 +19,30 @@ from tests.process import programs, sharded_training
 from tests.process.training import Training
 from tests.support.processes import driver_pid
 from tests.support.waiting import until
+
+CELL = """\
+import gc, weakref, torch, nbelastic as nbe
+torch.manual_seed(nbe.worker.session.current().worker.slot)
+model = torch.nn.Linear(2, {width})
+optimizer = torch.optim.AdamW(model.parameters(), lr={lr})
+state = nbe.TorchState(model=model, optimizer=optimizer, step=0{more})
+models = [*globals().get("models", []), weakref.ref(model)]
+@nbe.elastic
+def train(state):
+    net = torch.nn.parallel.DistributedDataParallel(state.model)
+    while True:
+        state.optimizer.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        state.optimizer.step()
+        state.step += 1
+        state.commit()
+train(state)
+"""
+LOOK = """\
+gc.collect()
+lr, step = state.optimizer.param_groups[0]['lr'], state.step
+[ref() is None for ref in models], lr, step > {step}, state.model.weight.shape[0], state.model.weight.sum().item()
+"""
 
 
 def second(folder: str, trial: str = "") -> dict[str, object]:
@@ -141,38 +164,14 @@ def test_a_worker_that_dies_does_not_end_the_trial(training, dies):
 
 def test_the_memory_of_the_old_program_is_freed(make):
     """A cell that is replaced leaves no model behind; what it has edited counts, and what it does not take over is said."""
-    source = """
-        import gc, weakref, torch, nbelastic as nbe
-        torch.manual_seed(nbe.worker.session.current().worker.slot)
-        model = torch.nn.Linear(2, {width})
-        optimizer = torch.optim.AdamW(model.parameters(), lr={lr})
-        state = nbe.TorchState(model=model, optimizer=optimizer, step=0{more})
-        models = [*globals().get("models", []), weakref.ref(model)]
-        @nbe.elastic
-        def train(state):
-            net = torch.nn.parallel.DistributedDataParallel(state.model)
-            while True:
-                state.optimizer.zero_grad()
-                net(torch.ones(1, 2)).sum().backward()
-                state.optimizer.step()
-                state.step += 1
-                state.commit()
-        train(state)
-    """
-    source = textwrap.dedent(source)
     cluster = make("localhost:2", min=2)
-    cluster.run_cell(source.format(width=1, lr=0.25, more=", best=1.0"))
+    cluster.run_cell(CELL.format(width=1, lr=0.25, more=", best=1.0"))
     cluster.wait(2)
     until(lambda: (cluster.status().step or 0) > 2, what="steps")
     step = cluster.status().step
-    cluster.run_cell(source.format(width=2, lr=0.5, more=""), swap=True)
+    cluster.run_cell(CELL.format(width=2, lr=0.5, more=""), swap=True)
     found = [
-        json.loads(one.displays[-1])[0]["text/plain"]
-        for one in cluster.execute(
-            "gc.collect(); ([ref() is None for ref in models], state.optimizer.param_groups[0]['lr'], "
-            f"state.step > {step}, state.model.weight.shape[0], round(state.model.weight.sum().item(), 6))",
-            at_commit=True,
-        )
+        json.loads(one.displays[-1])[0]["text/plain"] for one in cluster.execute(LOOK.format(step=step), at_commit=True)
     ]
     assert found[0].startswith("([True, False], 0.5, True, 2,"), found
     assert len({*found}) == 1, "layers that begin afresh are equal on all ranks"

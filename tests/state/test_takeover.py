@@ -79,7 +79,7 @@ def test_what_the_user_has_edited_counts():
 
 
 def test_other_shapes_and_names_are_said():
-    """Layers of another width, and new names, begin afresh; what nobody takes over is named."""
+    """Layers of another width, and new names, begin afresh; what is not taken over is named."""
     old, base = trained(best=1.0)
     new = make(width=6, worst=2.0)
     found = taken(new, old, base)
