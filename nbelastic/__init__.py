@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nbelastic.sharded.state import ShardedState
     from nbelastic.state.sampler import ElasticSampler, local_batch_size
     from nbelastic.state.state import ObjectState, State, TorchState
+    from nbelastic.state.stream import ElasticStream
     from nbelastic.worker.ranks import (
         cross_group,
         cross_rank,
@@ -70,6 +71,7 @@ _NAMES_BY_MODULE = {
     "nbelastic.sharded.state": ("ShardedState",),
     "nbelastic.state.sampler": ("ElasticSampler", "local_batch_size"),
     "nbelastic.state.state": ("ObjectState", "State", "TorchState"),
+    "nbelastic.state.stream": ("ElasticStream",),
     "nbelastic.worker.ranks": (
         "cross_group",
         "cross_rank",
@@ -90,6 +92,7 @@ __all__ = [
     "DiscoveryError",
     "DriverLostError",
     "ElasticSampler",
+    "ElasticStream",
     "FixedHosts",
     "HostDiscovery",
     "HostError",

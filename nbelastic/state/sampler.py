@@ -52,9 +52,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             raise UsageError(f"a {kind} has no length, so the ranks cannot share its samples: give range(n).") from None
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = _whole("seed", seed)
+        self.seed = whole_number("seed", seed)
         self.drop_last = drop_last
-        self.global_batch = None if global_batch is None else _positive("global_batch", global_batch)
+        self.global_batch = None if global_batch is None else positive_number("global_batch", global_batch)
         self.epoch = 0
         self.used = 0  # samples of this epoch that all ranks have used together
         self._pickled_at = (0, 1)
@@ -63,7 +63,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, unless it is the present one."""
         if epoch != self.epoch:
-            self.epoch, self.used = _whole("epoch", epoch), 0
+            self.epoch, self.used = whole_number("epoch", epoch), 0
 
     def record_batch(self, batch_size: int) -> None:
         """Count that this rank has used `batch_size` more samples, and each other rank its share of the same batch.
@@ -71,7 +71,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         Call it once per optimizer step, with `len(x)`; repeated samples at the epoch's end do not count. With
         `global_batch`, a step must use this rank's whole share: UsageError for another number of samples.
         """
-        batch_size = _positive("batch_size", batch_size)
+        batch_size = positive_number("batch_size", batch_size)
         rank, size = self._rank_and_size()
         if self.global_batch is None:
             remaining = self._remaining()
@@ -89,7 +89,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         gradients are accumulated over the parts of a share, each part has its own weight. A repeated sample has weight
         0.0; without `global_batch` the weight is always 1.0. UsageError if the epoch has no samples left.
         """
-        batch_size = _positive("batch_size", batch_size)
+        batch_size = positive_number("batch_size", batch_size)
         if self.global_batch is None:
             return 1.0
         self._check_share(batch_size)
@@ -139,7 +139,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         return {**self.__dict__, "_pickled_at": self._rank_and_size()}
 
     def _rank_and_size(self) -> tuple[int, int]:
-        return _rank_and_size(self._pickled_at if get_worker_info() is not None else (0, 1))
+        return rank_and_size(self._pickled_at if get_worker_info() is not None else (0, 1))
 
     def _remaining(self) -> int:
         return len(self.dataset) - self.used
@@ -216,8 +216,8 @@ def local_batch_size(global_batch: int) -> int:
     `global_batch % size()` ranks get one more than the others. UsageError if `global_batch` is not a positive integer, or
     is less than size().
     """
-    rank, size = _rank_and_size()
-    global_batch = _positive("global_batch", global_batch)
+    rank, size = rank_and_size()
+    global_batch = positive_number("global_batch", global_batch)
     _check_enough(global_batch, size)
     return len(_share(global_batch, rank, size))
 
@@ -229,7 +229,7 @@ def _share(batch: int, rank: int, size: int) -> range:
     return range(start, start + each + (rank < over))
 
 
-def _rank_and_size(outside: tuple[int, int] = (0, 1)) -> tuple[int, int]:
+def rank_and_size(outside: tuple[int, int] = (0, 1)) -> tuple[int, int]:
     """(rank, size); outside a world `outside`."""
     try:
         formation = session.world()
@@ -238,14 +238,14 @@ def _rank_and_size(outside: tuple[int, int] = (0, 1)) -> tuple[int, int]:
     return formation.rank, formation.world_size
 
 
-def _whole(what: str, number: Any) -> int:
+def whole_number(what: str, number: Any) -> int:
     try:
         return int(number)
     except (TypeError, ValueError, OverflowError):
         raise UsageError(f"{what} must be a whole number, not {number!r}.") from None
 
 
-def _positive(what: str, number: int) -> int:
+def positive_number(what: str, number: int) -> int:
     if not isinstance(number, Integral) or number < 1:
         raise UsageError(f"{what} must be a positive integer, not {number!r}.")
     return int(number)

@@ -1,0 +1,50 @@
+"""Ranks of a world as threads of the test: they exchange the rows of their batches without a process group."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+from tests.state.conftest import formation
+
+DEADLINE = 20  # seconds for an exchange
+
+
+class Ranks:
+    """`size` ranks. `each(task)` calls `task(rank)` in a thread per rank, and returns what they return."""
+
+    def __init__(self, monkeypatch, size):
+        self.exchanges = 0
+        self._size = size
+        self._here = threading.local()
+        self._barrier = threading.Barrier(size)
+        self._rows = [None] * size
+        monkeypatch.setattr("nbelastic.worker.session.world", lambda: formation(self._here.rank, size))
+        monkeypatch.setattr("nbelastic.worker.session.current", lambda: SimpleNamespace(check=lambda where: None))
+        monkeypatch.setattr("nbelastic.state.stream.dist", SimpleNamespace(all_gather_into_tensor=self._gather))
+
+    def each(self, task):
+        def run(rank):
+            self._here.rank = rank
+            try:
+                return task(rank)
+            except BaseException:
+                self._barrier.abort()  # the others must not wait for this rank
+                raise
+
+        with ThreadPoolExecutor(self._size) as threads:
+            futures = [threads.submit(run, rank) for rank in range(self._size)]
+        errors = [future.exception() for future in futures]
+        for error in sorted(filter(None, errors), key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+    def _gather(self, received, sent):
+        rank = self._here.rank
+        self._rows[rank] = sent
+        self._barrier.wait(DEADLINE)
+        for number, part in enumerate(received.split(len(sent))):
+            part.copy_(self._rows[number])
+        self.exchanges += rank == 0
+        self._barrier.wait(DEADLINE)
