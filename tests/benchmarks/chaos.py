@@ -1,4 +1,4 @@
-"""Random faults while four workers train: `python -m tests.benchmarks.chaos [--faults N] [--seed N] [--drivers] …`.
+"""Random faults while four workers train: `python -m tests.benchmarks.chaos [--faults N] [--seed N] [--drivers] [--stream] …`.
 
 The faults: SIGKILL of one or two members or of a newcomer; SIGSTOP, sometimes with SIGCONT; hosts added, drained or
 removed at once; another maximum. With `--drivers` every second fault is a SIGKILL of the cluster's driver.
@@ -6,6 +6,9 @@ removed at once; another maximum. With `--drivers` every second fault is a SIGKI
 At the end every sample of every epoch was used exactly once, and all ranks held the same bits after each commit. The losses are those of
 a run without faults and of one process, and no resources were lost. The benchmark prints the goodput: steps per second
 with faults relative to steps per second without, from the first step to the last.
+
+With `--stream` the samples come from an `ElasticStream` of uneven shards. Its batches depend on the world, so there are no
+losses to compare.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import psutil
 import nbelastic as nbe
 from nbelastic.protocol.run_folder import RunFolder
 from tests.benchmarks import chaos_program as program
+from tests.benchmarks import chaos_stream
 from tests.support.nccl_double import CLUSTERS
 from tests.support.processes import alive, processes_of
 from tests.support.waiting import until
@@ -255,9 +259,16 @@ def storm_through(
 
 
 def run(
-    faults: int, seed: int, pause: float, epochs: int | None = None, *, drivers: bool = False, **more: Any
+    faults: int,
+    seed: int,
+    pause: float,
+    epochs: int | None = None,
+    *,
+    drivers: bool = False,
+    train: Callable[..., dict[str, Any]] = program.train,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Train through faults, or for `epochs` without; return what was observed, and each rank's results.
+    """Run `train` through faults, or for `epochs` without; return what was observed, and each rank's results.
 
     With `drivers` drivers are killed too. `more`: options of the cluster.
     """
@@ -266,7 +277,7 @@ def run(
         options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "silence": 3.0 if drivers else 10.0, **more}
         with nbe.Cluster(f"localhost:{WORKERS}", **options) as cluster:
             cluster.wait(WORKERS, timeout=60)
-            job = cluster.run(program.train, folder, epochs)
+            job = cluster.run(train, folder, epochs)
             cluster.wait(WORKERS, timeout=30)
             if faults:
                 found = storm_through(cluster, faults, seed, pause, job, drivers=drivers)
@@ -291,7 +302,7 @@ def run(
         "crashes": [text for text in texts if any(name in text for name in CRASHES)],
         "begun again": texts.count("job-1 was submitted") - 1,
         "lost wake-ups": sum("exit code 75" in text for text in texts),
-        "curve": list(struct.unpack(f"{first['steps']}d", bytes.fromhex(first["curve"]))),
+        "curve": [number for (number,) in struct.iter_unpack("d", bytes.fromhex(first.get("curve", "")))],
     }
 
 
@@ -347,16 +358,20 @@ def main() -> None:
     parser.add_argument("--only-faults", action="store_true", help="compare with one process only, without the goodput")
     parser.add_argument("--nccl", action="store_true", help="on the tests' double of NCCL")
     parser.add_argument("--drivers", action="store_true", help="kill the driver as well")
+    parser.add_argument("--stream", action="store_true", help="train on an ElasticStream")
     options = parser.parse_args()
     more = CLUSTERS["nccl" if options.nccl else "gloo"]
+    more = more | {"train": chaos_stream.train if options.stream else program.train}
     disturbed = run(options.faults, options.seed, options.pause, drivers=options.drivers, **more)
     quiet = None if options.only_faults else run(0, options.seed, options.pause, disturbed["epochs"], **more)
-    alone = program.alone(disturbed["epochs"])
-    curves = [alone] if quiet is None else [alone, quiet["curve"]]
+    curves = [] if quiet is None or options.stream else [quiet["curve"]]
     for name, values in (("disturbed", disturbed), ("undisturbed", quiet or {})):
         print(name, *(f"    {k}: {v}" for k, v in values.items() if k != "curve"), sep="\n")
-    print(f"loss {alone[0]:.4f} -> {sum(alone[-program.STEPS :]) / program.STEPS:.4f}", end="")
-    print(f", off by {max(farthest(disturbed['curve'], curve) for curve in curves):.1e} at most")
+    if not options.stream:
+        alone = program.alone(disturbed["epochs"])
+        curves.append(alone)
+        print(f"loss {alone[0]:.4f} -> {sum(alone[-program.STEPS :]) / program.STEPS:.4f}", end="")
+        print(f", off by {max(farthest(disturbed['curve'], curve) for curve in curves):.1e} at most")
     if quiet is not None:
         print(f"goodput {disturbed['steps a second'] / quiet['steps a second']:.3f}")
     if options.json:
