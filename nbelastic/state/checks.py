@@ -40,7 +40,7 @@ def check(name: str, value: Any) -> None:
         )
     if "StatefulDataLoader" in kinds:
         raise StateError(
-            f"{name} is a StatefulDataLoader, whose position differs between ranks: use nbe.ElasticSampler in a DataLoader."
+            f"{name} is a StatefulDataLoader, whose position differs between ranks: use nbe.ElasticSampler in a DataLoader, or an nbe.ElasticStream."
         )
     if isinstance(value, torch.nn.Module) and any(map(_is_sharded, value.modules())):
         raise StateError(SHARDED.format(name=name))

@@ -82,7 +82,7 @@ class ElasticStream:
         each of the DataLoader's processes only some of those. The last batch of a process may be smaller. `batch_size=None`:
         the shards give whole batches, which count as one sample each.
 
-        The ranks tell each other which samples they use: one small collective for every `ahead` batches, which are held in
+        Each rank sends the others which samples it uses: one small collective for every `ahead` batches, which are held in
         memory. UsageError for `drop_last` and other options that would lose samples.
         """
         return StreamLoader(self, self._reader, batch_size, ahead, options)

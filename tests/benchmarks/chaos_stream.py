@@ -23,7 +23,7 @@ ENDING, LOST, WEIGHTS, USED = range(4)  # offsets in the tensor that the ranks r
 
 
 def open_shard(shard: int) -> Iterator[int]:
-    """The numbers of the shard's samples; nothing tells its length."""
+    """The numbers of the shard's samples, one by one."""
     yield from range(STARTS[shard], STARTS[shard] + LENGTHS[shard])
 
 

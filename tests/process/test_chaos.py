@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks import chaos, chaos_program
+from tests.benchmarks import chaos, chaos_program, chaos_stream
 from tests.support.nccl_double import CLUSTERS
 
 
@@ -18,3 +18,12 @@ def test_random_faults_lose_nothing(backend, drivers):
     found = chaos.run(faults=15, seed=1, pause=0.5, drivers=drivers, **CLUSTERS[backend])
     assert found["faults"] == 15
     assert chaos.problems(found, chaos_program.alone(found["epochs"])) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_stream_loses_and_repeats_nothing_in_a_hundred_faults():
+    """After a hundred random faults each sample of uneven shards was used once per epoch, and all ranks are equal."""
+    found = chaos.run(faults=100, seed=18, pause=0.7, train=chaos_stream.train)
+    assert found["faults"] == 100
+    assert chaos.problems(found) == []

@@ -59,7 +59,7 @@ def steps_of(monkeypatch, size, lengths, state, most, batch, **options):
         by_rank = Ranks(patch, size).each(task)
     assert len({len(steps) for steps in by_rank}) == 1  # a rank with fewer batches would keep the others waiting
     for step in zip(*by_rank, strict=True):
-        assert len({str(told) for _, told in step}) == 1
+        assert len({str(after) for _, after in step}) == 1
     return [([mine for mine, _ in step], step[0][1]) for step in zip(*by_rank, strict=True)]
 
 
@@ -119,7 +119,7 @@ def test_a_rank_without_any_shard_repeats_a_sample_of_weight_0(monkeypatch):
 
 
 def test_tiny_shards_may_fill_a_batch_together(monkeypatch):
-    """A batch of more shards than a message has room for is told in a second one."""
+    """A batch of more shards than a message has room for needs a second one."""
 
     def task(rank):
         stream = ElasticStream(range(60), lambda shard: [shard])
