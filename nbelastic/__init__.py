@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nbelastic.sharded.state import ShardedState
     from nbelastic.state.sampler import ElasticSampler, local_batch_size
     from nbelastic.state.state import ObjectState, State, TorchState
+    from nbelastic.state.step_log import StepLog
     from nbelastic.state.stream import ElasticStream
     from nbelastic.worker.ranks import (
         cross_group,
@@ -71,6 +72,7 @@ _NAMES_BY_MODULE = {
     "nbelastic.sharded.state": ("ShardedState",),
     "nbelastic.state.sampler": ("ElasticSampler", "local_batch_size"),
     "nbelastic.state.state": ("ObjectState", "State", "TorchState"),
+    "nbelastic.state.step_log": ("StepLog",),
     "nbelastic.state.stream": ("ElasticStream",),
     "nbelastic.worker.ranks": (
         "cross_group",
@@ -106,6 +108,7 @@ __all__ = [
     "ShardedState",
     "State",
     "StateError",
+    "StepLog",
     "TorchState",
     "UsageError",
     "WaitTimeoutError",

@@ -125,6 +125,11 @@ class _Loop:
         """The newest commit, and whether the live tensors are those of that commit."""
         return self._state.commits, self._state.clean and not self.swap.is_unequal
 
+    def committed(self) -> None:
+        """The state has made a commit, or has received one: rank 0 writes its step logs."""
+        if not self._session.programs.on_trial:
+            self._state._contents.committed(is_rank_0=self._session.is_rank_0)
+
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective: the ranks `leaving` end after this commit, and send what only they hold to others."""
         self._state.hand_over(leaving)
@@ -229,6 +234,7 @@ class _Loop:
         joined = time.monotonic()
         self._state.sync(formation)
         self.swap.is_unequal = False
+        self.committed()
         synced = time.monotonic()
         if again:
             for callback in self._state.reset_callbacks:

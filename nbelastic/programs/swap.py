@@ -67,6 +67,7 @@ class Swap:
         if self._shares_state and self._session.programs.on_trial:
             self._loop.state._steps.stop()
         elif not self.is_over:
+            self._loop.state._contents.close_logs()
             self._loop.state.end()
 
     def check_kept(self) -> None:
@@ -84,6 +85,7 @@ class Swap:
     def end(self, *, with_state: bool = True) -> None:
         """Another program has replaced this one, which does not go on."""
         if with_state:
+            self._loop.state._contents.close_logs()
             self._loop.state.end()
         self.is_over = True
         self._loop.forget()

@@ -12,6 +12,7 @@ from nbelastic.state import optimizers
 from nbelastic.state.checks import check, check_optimizer_tensors
 from nbelastic.state.layout import Layout
 from nbelastic.state.optimizers import frozen
+from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
 
 LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)  # all other values are small
@@ -101,6 +102,15 @@ class Contents:
                     value.copy_(new)
             else:
                 self.values[name] = frozen(new)
+
+    def committed(self, *, is_rank_0: bool) -> None:
+        """A commit was made or received: step logs write."""
+        for log in self.named(StepLog).values():
+            log.committed(writes=is_rank_0)
+
+    def close_logs(self) -> None:
+        for log in self.named(StepLog).values():
+            log.close()
 
     def live(self) -> dict[str, Any]:
         """All live values, in the form in which they are sent."""

@@ -119,7 +119,9 @@ class State:
         self._tensors.keep = bool(self._steps.copying) or self._session is None
         self._tensors.in_background = self._steps.announces_changes
         self._record_commit()
-        if self._session is not None:
+        if self._session is None:
+            self._contents.committed(is_rank_0=True)
+        else:
             if self._session.checkpoints is not None and not self._session.programs.on_trial:
                 self._session.checkpoints.committed(self)
             self._session.committed(self.commits)

@@ -70,6 +70,9 @@ class StateHolder(Protocol):
     def program_kept(self) -> None:
         """The driver has accepted the new program that this loop runs."""
 
+    def committed(self) -> None:
+        """The state has made a commit, in the main thread."""
+
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective, at a commit: the ranks `leaving` end, and send what only they hold to others."""
 

@@ -238,6 +238,8 @@ class Session:
     def committed(self, total: int) -> None:
         """Count a commit; leave here if that was agreed. While there are no messages, this only counts."""
         machine = self._protocol
+        if self.holder is not None:
+            self.holder.committed()
         with self._inbox.lock:
             machine.commits += 1
         machine.total = total
