@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
+import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nbelastic.errors import StateError, UsageError
 from nbelastic.state.checks import only_numbers
 from nbelastic.state.sampler import positive_number, whole_number
-
-
-class StepWriter(Protocol):
-    """What rank 0 writes to. A step that an earlier writer has written already is to be replaced, or left as it is."""
-
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def flush(self) -> None:
-        """Return when all that was written is safe from a kill of this process."""
-
-    def close(self) -> None: ...
+from nbelastic.state.step_writers import MLflow, StepWriter, TensorBoard, WandB
 
 
 class StepLog:
@@ -40,6 +30,7 @@ class StepLog:
             raise UsageError(f"give a function that opens a writer, not {open_writer!r}: StepLog.tensorboard(folder).")
         self._open_writer = open_writer
         self._flush_every = positive_number("flush_every", flush_every)
+        self.key = secrets.token_hex(8)  # the same on all ranks, as it is part of the state
         self._count = 0  # of all entries so far
         self._committed = 0  # of them at the last commit
         self._flushed = 0  # of them at the last commit at which rank 0 flushed
@@ -54,7 +45,19 @@ class StepLog:
 
         A new job in the same folder hides the steps of the job before.
         """
-        return cls(lambda first_step: _TensorBoard(Path(folder).expanduser(), first_step, options))
+        return cls(lambda first_step: TensorBoard(Path(folder).expanduser(), first_step, options))
+
+    @classmethod
+    def mlflow(cls, experiment: str, *, run_name: str | None = None, tracking_uri: str | None = None) -> StepLog:
+        """Write to one run of an MLflow experiment, also after a resume from a checkpoint."""
+        log = cls(lambda _: MLflow(log.key, experiment, run_name, tracking_uri))
+        return log
+
+    @classmethod
+    def wandb(cls, **options: Any) -> StepLog:
+        """Write to one run of Weights & Biases. `options` of `wandb.init`. Its mode `offline` cannot resume a run."""
+        log = cls(lambda _: WandB(log.key, options))
+        return log
 
     def __call__(self, step: int | None = None, /, **values: float) -> None:
         """Log these numbers for `step`; by default one more than the last. They are written at the next commit.
@@ -71,17 +74,17 @@ class StepLog:
     def state_dict(self) -> dict[str, Any]:
         """Counts of entries, and those that are kept as text."""
         counts = {"count": self._count, "committed": self._committed, "flushed": self._flushed}
-        return {**counts, "kept": "\n".join(self._kept)}
+        return {**counts, "kept": "\n".join(self._kept), "key": self.key}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there. StateError if `state` is another object's."""
         try:
             counts = [int(state[name]) for name in ("count", "committed", "flushed")]
-            kept = state["kept"].splitlines()
+            kept, key = state["kept"].splitlines(), str(state["key"])
         except (AttributeError, KeyError, TypeError, ValueError):
             raise StateError("this is not a state of a StepLog: give what its state_dict() returned.") from None
         self._count, self._committed, self._flushed = counts
-        self._kept = kept
+        self._kept, self.key = kept, key
         if self._count < self._written:
             self.close()  # steps that were written are made again
 
@@ -129,26 +132,3 @@ class StepLog:
 
 def _step(text: str) -> int:
     return int(json.loads(text)[0])
-
-
-class _TensorBoard:
-    """A SummaryWriter. TensorBoard hides what earlier files of the folder have from `first_step` on."""
-
-    def __init__(self, folder: Path, first_step: int, options: dict[str, Any]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UsageError(f"TensorBoard is not installed on this host ({error}): pip install tensorboard.") from None
-        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-            time.sleep(0.02)  # files are read in the order of their names, which begin with the second
-        self._writer = SummaryWriter(str(folder), purge_step=first_step, **options)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()

@@ -1,12 +1,13 @@
 """The program that chaos trains with `--stream`: uneven shards of a stream, of which each sample is used once per epoch.
 
 The ranks add up which samples they have used, with weights, in a tensor that is part of the state. At the end of each
-epoch every sample must be there once.
+epoch every sample must be there once. A `StepLog` writes each step to files, where at the end each step must be once.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -27,6 +28,35 @@ def open_shard(shard: int) -> Iterator[int]:
     yield from range(STARTS[shard], STARTS[shard] + LENGTHS[shard])
 
 
+class Lines:
+    """A file of steps. What earlier files have from its first step on does not count."""
+
+    opened = False  # in this process: it is rank 0, or was until it was removed
+
+    def __init__(self, folder: str, first_step: int) -> None:
+        Lines.opened = True
+        self._file = (Path(folder) / f"{time.time_ns()}.steps").open("w")  # its buffer is lost in a kill
+        self._file.write(f"{first_step}\n")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(json.dumps([step, values]) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def logged(folder: str) -> list[tuple[int, float]]:
+    """The steps in the files, with the number of samples that were used until each."""
+    found: list[Any] = []
+    for file in sorted(Path(folder).glob("*.steps")):
+        first, *lines = file.read_text().splitlines() or ["0"]
+        found = [one for one in found if not lines or one[0] < int(first)] + list(map(json.loads, lines))
+    return [(step, values["used"]) for step, values in found]
+
+
 def train(folder: str, epochs: int | None = None, *, processes: int = 0) -> dict[str, Any]:
     """Train for `epochs`, or until an epoch ends after `folder/finish` was made; return values that all ranks share.
 
@@ -44,6 +74,7 @@ def train(folder: str, epochs: int | None = None, *, processes: int = 0) -> dict
         model=model,
         optimizer=optimizer,
         stream=nbe.ElasticStream(range(len(LENGTHS)), open_shard, shuffle=True),
+        log=nbe.StepLog(lambda first_step: Lines(folder, first_step)),
         used=torch.zeros(SAMPLES, dtype=torch.float64),  # how often each sample was trained on
         lost=0,  # committed steps that were made again
         epoch=0,
@@ -76,6 +107,7 @@ def train(folder: str, epochs: int | None = None, *, processes: int = 0) -> dict
                 optimizer.step()
                 state.stream.record_batch()
                 state.used += shared[USED:]
+                state.log(used=state.used.sum().item())
                 state.lost += int(shared[LOST].item())
                 state.first_at = state.first_at or time.monotonic()
                 if shared[ENDING].item() and state.last is None:
@@ -91,6 +123,10 @@ def train(folder: str, epochs: int | None = None, *, processes: int = 0) -> dict
                 return
 
     loop(state)
+    if Lines.opened:
+        rows = logged(folder)
+        assert [step for step, _ in rows] == [*range(1, state.commits + 1)], "steps are missing in the log, or double"
+        assert all(a < b for (_, a), (_, b) in itertools.pairwise(rows)), "the log has a step that was made again"
     return {
         "epochs": state.epoch + 1,
         "steps": state.commits,

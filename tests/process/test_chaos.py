@@ -23,7 +23,7 @@ def test_random_faults_lose_nothing(backend, drivers):
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_stream_loses_and_repeats_nothing_in_a_hundred_faults():
-    """After a hundred random faults each sample of uneven shards was used once per epoch, and all ranks are equal."""
+    """After a hundred random faults each sample of uneven shards was used once per epoch, and each step is in the log once."""
     found = chaos.run(faults=100, seed=18, pause=0.7, train=chaos_stream.train)
     assert found["faults"] == 100
     assert chaos.problems(found) == []

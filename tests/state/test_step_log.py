@@ -1,5 +1,8 @@
 """A StepLog through kills of the rank that writes: each step once, with the values of its last run."""
 
+import sys
+from importlib.util import find_spec
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,3 +152,98 @@ def test_refusals():
         StepLog(Disk().open).load_state_dict({})
     with pytest.raises(UsageError, match="step must be a whole number"):
         StepLog(Disk().open)("loss", x=1.0)
+
+
+def tensorboard_rows(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return [(row.step, row.value) for row in reader.Scalars("x")]
+
+
+def mlflow_rows(folder):
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=f"file://{folder}/runs")
+    (run,) = client.search_runs([client.get_experiment_by_name("one").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "x")
+    return [(metric.step, metric.value) for metric in history]
+
+
+TOOLS = {
+    "tensorboard": (StepLog.tensorboard, tensorboard_rows),
+    "mlflow": (lambda folder: StepLog.mlflow("one", tracking_uri=f"file://{folder}/runs"), mlflow_rows),
+}
+
+
+@pytest.mark.parametrize("tool", [name for name in TOOLS if name == "tensorboard" or find_spec(name)])
+def test_a_real_tool_shows_each_step_once(tool, tmp_path):
+    """The rank that writes is killed twice, once just after a commit that no other rank has made."""
+    pytest.importorskip(tool)
+    make, rows = TOOLS[tool]
+    log, dead = make(tmp_path), []
+    for step in range(1, 71):
+        log(x=step)
+        state = log.state_dict()
+        log.committed(writes=True)
+        if step in (30, 55):
+            log(x=step + 1)
+            log.committed(writes=True)
+            dead.append(log)
+            log = make(tmp_path)
+            log.load_state_dict(state)
+            log.committed(writes=True)
+    log.close()
+    assert rows(tmp_path) == [(step, float(step)) for step in range(1, 71)]
+    for one in dead:
+        one.close()
+
+
+class FakeWandB:
+    """The part of wandb that a log uses. A run keeps the steps from its last one on, as W&B's server does."""
+
+    def __init__(self):
+        self.runs = {}
+
+    def init(self, *, resume, project, **more):
+        assert (resume, project) == ("allow", "one")
+        return self.runs.setdefault(more["id"], self.Run())
+
+    class Run:
+        def __init__(self):
+            self.step, self.rows, self.finished = 0, [], 0
+
+        def log(self, values, step):
+            self.step = step + 1
+            self.rows.append((step, values))
+
+        def finish(self):
+            self.finished += 1
+
+
+def test_weights_and_biases_resumes_one_run(monkeypatch):
+    """The next writer goes on in the run of the first, and leaves the steps that it has as they are. On a stand-in."""
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = StepLog.wandb(project="one")
+    for _ in range(30):
+        log(x=1.0)
+        log.committed(writes=True)
+    other = StepLog.wandb(project="one")
+    other.load_state_dict(log.state_dict())
+    other(x=2.0)
+    other.committed(writes=True)
+    other.close()
+    (run,) = fake.runs.values()
+    assert run.rows == [(step, {"x": 1.0}) for step in range(1, 31)] + [(31, {"x": 2.0})]
+    assert run.finished == 1
+
+
+def test_a_tool_that_is_not_installed(monkeypatch):
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    log = StepLog.wandb()
+    log(x=1.0)
+    with pytest.raises(UsageError, match=r"wandb is not installed on this host .*pip install wandb"):
+        log.committed(writes=True)
