@@ -12,7 +12,7 @@ from nbelastic import StateError, StepLog, UsageError
 
 
 class Disk:
-    """What is safe: as TensorBoard does, a new writer hides the steps from its first one on."""
+    """The safe entries. As TensorBoard does, a new writer hides the steps from its first one on."""
 
     def __init__(self):
         self.entries, self.opened = [], []
