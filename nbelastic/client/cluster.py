@@ -53,7 +53,8 @@ class Cluster(ClusterView):
     docs/reference.md: `{"recover": 30}`.
 
     With `keep` the cluster outlives this process; `Cluster.attach` connects to it from another one. After `lease` seconds
-    without a client it ends, with a last checkpoint if the job has checkpoints.
+    without a client it ends, with a last checkpoint if the job has checkpoints. `metrics_port`: serve OpenMetrics on this
+    port of 127.0.0.1, beside the socket in the run folder.
 
     `start()` or `with` starts the cluster. Each call returns at once, or its text says what it waits for.
     """
@@ -86,6 +87,7 @@ class Cluster(ClusterView):
         launcher_options: Mapping[str, str] | None = None,
         keep: bool = False,
         lease: float = 3600.0,
+        metrics_port: int | None = None,
     ) -> None:
         configuration = configure({name: value for name, value in locals().items() if name != "self"})
         self.name = configuration.settings.name

@@ -124,6 +124,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         launcher=launcher,
         launcher_options=dict(given["launcher_options"] or {}),
         lease=lease,
+        metrics_port=given["metrics_port"],
     )
 
 

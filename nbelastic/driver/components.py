@@ -19,6 +19,7 @@ from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.liveness import Liveness
+from nbelastic.driver.metrics_server import MetricsServer
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.received_messages import ReceivedMessages
 from nbelastic.driver.request_answers import RequestAnswers
@@ -69,6 +70,8 @@ class Components:
         self._build_agents(shared)
         self._build_jobs(shared, submitted)
         self._build_message_handling(shared, reports)
+        settings, counts = shared.settings, shared.event_log.counts
+        self.metrics = MetricsServer(settings.run_folder, settings.metrics_port, shared.status, lambda: counts)
         self.answers = RequestAnswers(
             cluster=shared.cluster,
             settings=shared.settings,

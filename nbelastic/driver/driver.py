@@ -218,6 +218,7 @@ class Driver:
         self._tasks.keep_detecting("the check for silent hosts and workers", self._components.liveness.watch)
         self._tasks.keep_detecting("the check of the batch jobs", self._components.agents.watch_batch_jobs)
         if self._has_clients:
+            self._tasks.keep("the metrics", self._components.metrics.serve)
             lease = None if self.settings.owner else self.settings.lease
             self._tasks.keep(
                 "the check for an abandoned cluster",
@@ -260,9 +261,8 @@ class Driver:
     async def _end(self) -> None:
         """Close everything, from the last line to the first, even if one of them fails."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(
-                self._run_folder.release
-            )  # at once after the controller's end, which would also remove the folder
+            # At once after the controller's end, which would also remove the folder.
+            stack.callback(self._run_folder.release)
             stack.push_async_callback(self._components.agents.spawner.stop_controller)
             stack.push_async_callback(self._clients.close)
             stack.callback(self._pending.fail_all, close=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -39,6 +39,7 @@ class EventLog:
         self._file = self._open()
         self.records: deque[EventRecord] = deque(previous, maxlen=EVENTS_IN_MEMORY)
         self.count = len(self.records)  # of all records so far
+        self.counts: Counter[str] = Counter()  # of records of this driver, by kind
         self._is_last_line_complete = is_last_line_complete  # a kill or a full disk may cut a line off
         self._has_lost_lines = False
         self._leave_at = 0.0  # when the driver asked the members to leave
@@ -78,6 +79,7 @@ class EventLog:
         )
         self.records.append(record)
         self.count += 1
+        self.counts[record.kind] += 1
         self._write({"at": now, "record": msgspec.to_builtins(record)})
 
     def kept(self) -> tuple[list[EventRecord], int]:

@@ -75,12 +75,15 @@ def decode(data: bytes | bytearray) -> Start:
 def prepare(start: Start) -> Driver:
     """A driver that holds the cluster's name and is ready to serve. NbelasticError if that is impossible."""
     from nbelastic.driver.driver import Driver
+    from nbelastic.driver.metrics_server import check_port
     from nbelastic.driver.snapshot_writer import SnapshotWriter
 
     settings = start.settings
     room = open_files.most_workers(open_files.raise_limit())
     if not start.takes_over and settings.limits.min > room:
         raise HostError(too_many_text(settings.limits.min, room))
+    if not start.takes_over:
+        check_port(settings.metrics_port)
     run_folder = RunFolder(settings.name)
     if not start.takes_over:
         claim_name(run_folder, settings.number)

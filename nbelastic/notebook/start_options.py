@@ -48,6 +48,7 @@ START_OPTIONS = (
         help="keep the cluster when this kernel ends, so that another can attach",
     ),
     argument("--lease", type=float, metavar="S", help="with --keep: seconds without a kernel before it ends (3600)"),
+    argument("--metrics-port", type=int, metavar="N", help="serve OpenMetrics on this port of 127.0.0.1"),
     argument("--no-wait", action="store_true", help="return at once instead of waiting for --min workers"),
     argument("--timeout", type=float, metavar="S", help="how many seconds to wait for the workers"),
     argument("--no-dashboard", action="store_true", help="do not show the dashboard"),

@@ -26,7 +26,7 @@ NEEDED = {
     "preload": NAMES,
 }
 OPTIONAL = {
-    **dict.fromkeys(("max", "slots", "reset_limit"), WHOLE),
+    **dict.fromkeys(("max", "slots", "reset_limit", "metrics_port"), WHOLE),
     **dict.fromkeys(("elastic_timeout", "stall"), SECONDS),
     **dict.fromkeys(("nics", "name"), TEXT),
     **dict.fromkeys(("log_dir", "cwd", "python"), PATH),
@@ -70,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True):
     owner: str = ""  # identity of the kernel with which the cluster ends; empty: it is kept
     log_dir: Path = Path()  # set when the cluster starts
     number: str = ""  # random, one per start
+    metrics_port: int | None = None  # of 127.0.0.1
 
     @property
     def silence(self) -> float:
@@ -100,6 +101,8 @@ class Settings(msgspec.Struct, frozen=True):
             f"lease={self.lease:g}: at least silence={self.silence:g} s.",
         )
         check(limits.stall is None or limits.stall > 0, f"stall={limits.stall}: more than 0 seconds.")
+        port = self.metrics_port
+        check(port is None or 0 < port < 1 << 16, f"metrics_port={port}: 1 to 65535.")
         check(limits.reset_limit is None or limits.reset_limit >= 0, f"reset_limit={limits.reset_limit}: at least 0.")
         check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
         for name, value in NCCL_ENVIRONMENT.items():
