@@ -263,7 +263,8 @@ def _gather(numbers: list[int], width: int, size: int) -> list[list[int]]:
     sent[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers[:width]])
     received = torch.empty(size * len(sent), dtype=torch.int64)
     dist.all_gather_into_tensor(received, sent)
-    session.current().check(received.device)
+    if dist.group.WORLD._get_backend(sent.device).name() != "gloo":  # an abort may leave garbage, without an error
+        session.current().check(sent.device)  # it waits for the GPU, which gloo does not need
     return [one.tolist() for one in received.split(len(sent))]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from tests.state.conftest import formation
 
+GROUP = SimpleNamespace(WORLD=SimpleNamespace(_get_backend=lambda _: SimpleNamespace(name=lambda: "gloo")))
 DEADLINE = 20  # seconds for an exchange
 
 
@@ -21,8 +22,9 @@ class Ranks:
         self._barrier = threading.Barrier(size)
         self._rows = [None] * size
         monkeypatch.setattr("nbelastic.worker.session.world", lambda: formation(self._here.rank, size))
-        monkeypatch.setattr("nbelastic.worker.session.current", lambda: SimpleNamespace(check=lambda where: None))
-        monkeypatch.setattr("nbelastic.state.stream.dist", SimpleNamespace(all_gather_into_tensor=self._gather))
+        monkeypatch.setattr(
+            "nbelastic.state.stream.dist", SimpleNamespace(all_gather_into_tensor=self._gather, group=GROUP)
+        )
 
     def each(self, task):
         def run(rank):
