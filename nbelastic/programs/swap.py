@@ -14,7 +14,7 @@ from nbelastic.protocol import worker_messages
 from nbelastic.state.state import State
 from nbelastic.state.takeover import check, initial_values, take_over
 from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
-from nbelastic.worker.session import Session
+from nbelastic.worker.session import JobCheckpoints, Session
 
 NO_COMMIT = "the new program has ended before its first commit"
 
@@ -37,6 +37,7 @@ class Swap:
         self._session, self._loop = session, loop
         self._old: Swap | None = session.programs.outer  # of the program inside which this one runs
         self._initial: dict[str, Any] = {}  # small values of the state at the beginning of the program
+        self._checkpoints: JobCheckpoints | None = None  # of the job, while a new program runs
         self.is_over = False  # a new program has replaced this one
         self.is_unequal = False  # the state has fresh values, which may differ between the ranks
 
@@ -80,6 +81,7 @@ class Swap:
         old, shares = self._old, self._shares_state
         self._old = None
         if old is not None and not old.is_over:
+            self._session.checkpoints = old._checkpoints
             old.end(with_state=not shares)
 
     def end(self, *, with_state: bool = True) -> None:
@@ -99,8 +101,10 @@ class Swap:
             programs.ordered = None
             programs.report(error=summary(error), number=number)
             return
+        self._checkpoints = session.checkpoints
         if order.on_trial:
             self._loop.state._set_aside()
+            session.checkpoints = None  # those of the job are of states that it can return to
         else:
             self.end()  # all other workers have accepted it
         session.leave_group()
@@ -125,6 +129,8 @@ class Swap:
             failure = NO_COMMIT
         finally:
             programs.outer = outer
+            if not self.is_over:
+                session.checkpoints = self._checkpoints
         session.leave_group()
         programs.begin(before, on_trial=False)
         session.holder, session.warm_ups = self._loop, []

@@ -122,7 +122,7 @@ class State:
         if self._session is None:
             self._contents.committed(is_rank_0=True)
         else:
-            if self._session.checkpoints is not None and not self._session.programs.on_trial:
+            if self._session.checkpoints is not None:
                 self._session.checkpoints.committed(self)
             self._session.committed(self.commits)
 
