@@ -99,6 +99,12 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             raise UsageError(f"epoch {self.epoch} has no batch left to weigh: ask for weight() before record_batch().")
         return min(batch_size, len(_share(samples, rank, size))) * size / samples
 
+    def next_share(self) -> int:
+        """The number of samples that this rank uses in the next global batch; 1 at least, as a repeated sample counts."""
+        assert self.global_batch is not None
+        rank, size = self._rank_and_size()
+        return max(len(_share(self._next_batch(self.global_batch), rank, size)), 1)
+
     def state_dict(self) -> dict[str, Any]:
         """Integers: `epoch`, `used`, and the `seed` and number of `samples` that they belong to."""
         return {"epoch": self.epoch, "used": self.used, "seed": self.seed, "samples": len(self.dataset)}

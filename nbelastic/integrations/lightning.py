@@ -1,0 +1,232 @@
+"""Lightning's Trainer and Fabric in elastic jobs.
+
+    from nbelastic.integrations.lightning import fit
+    fit(trainer, module, loader)  # in place of trainer.fit(module, loader)
+
+Lightning sets the trainer up before there is a world. Where it would run its loops, the elastic loop begins: it runs them
+in each world, from the newest commit. The trainer is the user's own, so its counters, callbacks and metrics are right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L  # noqa: N812  (its usual name)
+import torch
+from lightning.pytorch.loggers.utilities import _log_hyperparams
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from nbelastic.errors import UsageError
+from nbelastic.integrations.lightning_data import SharedSource
+from nbelastic.integrations.lightning_position import Position, Sums
+from nbelastic.integrations.lightning_strategy import (
+    ElasticEnvironment,
+    ElasticFabricStrategy,
+    ElasticStrategy,
+    check_strategy,
+    not_interactive,
+)
+from nbelastic.programs.elastic import elastic
+from nbelastic.state.sampler import ElasticSampler
+from nbelastic.state.state import TorchState
+
+not_interactive()
+
+
+def fit(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """`trainer.fit(...)` as an elastic function: the training goes on when workers are lost or join.
+
+    The loader's batch size is that of the whole world: each rank gets its share of each batch. Thus the steps, the
+    schedule and the final weights do not depend on the number of ranks. There is a commit after each optimizer step.
+    """
+    if not isinstance(trainer, L.Trainer):
+        kind = type(trainer)
+        raise UsageError(f"fit() is for a lightning.Trainer, not {kind.__module__}.{kind.__name__}.")
+    if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
+        raise UsageError("an elastic fit() does not support overfit_batches and reload_dataloaders_every_n_epochs yet.")
+    _use_world(trainer)
+    _ElasticFit(trainer).run(lambda: trainer.fit(*args, **kwargs))
+
+
+def _use_world(trainer: Any) -> None:
+    """Replace the trainer's strategy by one that sees the worlds of the job."""
+    connector = trainer._accelerator_connector
+    old, new = connector.strategy, ElasticStrategy()
+    check_strategy(old)
+    if isinstance(old, DDPStrategy):
+        for name in ("_ddp_kwargs", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"):
+            setattr(new, name, getattr(old, name))
+    new._ddp_kwargs = {"init_sync": False, **new._ddp_kwargs}  # the state is the same on all ranks
+    new.accelerator, new.precision_plugin = connector.accelerator, connector.precision_plugin
+    new._checkpoint_io, new._layer_sync = old._checkpoint_io, connector._layer_sync
+    new.cluster_environment = connector.cluster_environment = ElasticEnvironment()
+    new.parallel_devices = connector._parallel_devices = [new.root_device]
+    connector.strategy = new
+
+
+class _ElasticFit:
+    """Replaces methods of a trainer and its loops while it fits."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._fit_loop, self._epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        source = self._fit_loop._data_source
+        self._source = SharedSource(source.instance, source.name)
+        self._position = Position(trainer)
+        self._sums = Sums(trainer)
+        self._state: Any = None
+        self._from_checkpoint = False
+
+    def run(self, fit: Callable[[], object]) -> None:
+        """Call `fit` with the methods replaced."""
+        self._trainer.strategy.weigh = self._weigh
+        replaced = [
+            (self._fit_loop, "_data_source", self._source),
+            (self._trainer, "_run_stage", self._run_stage),
+            (self._epoch_loop, "on_run_start", self._on_run_start),
+            (self._epoch_loop, "on_advance_end", self._on_advance_end),
+            (self._epoch_loop, "_broadcast_sigterm_tensor", lambda: None),  # the agent ends workers, not signals
+        ]
+        before = [(where, name, where.__dict__.get(name)) for where, name, _ in replaced]
+        for where, name, value in replaced:
+            setattr(where, name, value)
+        try:
+            fit()
+        finally:
+            for where, name, old in before:
+                if old is None:
+                    delattr(where, name)
+                else:
+                    setattr(where, name, old)
+
+    def _run_stage(self) -> None:
+        """Lightning has set all up: make the state, and train in each world."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        self._source.dataloader()  # makes the sampler
+        for optimizer in strategy.optimizers:
+            _run_closure_first(optimizer)
+        self._from_checkpoint = self._fit_loop._loaded_from_state_dict
+        self._state = TorchState(
+            module=trainer.lightning_module,
+            sampler=self._source.sampler,
+            position=self._position,
+            **{f"optimizer_{i}": one for i, one in enumerate(strategy.optimizers)},
+            **{f"scheduler_{i}": one.scheduler for i, one in enumerate(strategy.lr_scheduler_configs)},
+            **({"precision": trainer.precision_plugin} if trainer.precision_plugin.state_dict() else {}),
+        )
+        elastic(self._train)(self._state)
+
+    def _train(self, state: TorchState) -> None:
+        """The elastic function: run Lightning's loops in this world."""
+        trainer = self._trainer
+        self._drop_data()  # Lightning may have asked for it before there was a world
+        trainer.strategy.enter()
+        try:
+            self._sums.restore()
+            trainer.should_stop, trainer.training = False, True
+            if not state.commits:
+                self._position.set_places(trainer.strategy.broadcast(self._position.places()))
+                _log_hyperparams(trainer)  # Lightning's own call of it came before any process was rank 0
+                with isolate_rng():
+                    trainer._run_sanity_check()
+            trainer.lightning_module.zero_grad()
+            with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
+                self._fit_loop.run()
+        finally:
+            if trainer.validating or trainer.sanity_checking:
+                self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+            trainer.strategy.leave()
+            self._drop_data()
+
+    def _drop_data(self) -> None:
+        """Lightning makes its loaders anew in the next world."""
+        for loop in (self._fit_loop, self._epoch_loop.val_loop):
+            if loop._data_fetcher is not None:
+                loop._data_fetcher.teardown()
+            loop._data_fetcher = loop._combined_loader = None
+
+    def _on_run_start(self, fetcher: Any) -> None:
+        """An epoch begins, or goes on after a commit: at its next batch, or at the validation after the last one."""
+        type(self._epoch_loop).on_run_start(self._epoch_loop, fetcher)
+        if self._from_checkpoint and not self._state.commits:
+            return  # Lightning knows best how to go on after its own checkpoint
+        for loop in (self._fit_loop, self._epoch_loop, self._epoch_loop.val_loop):
+            loop._restarting = False
+            loop.reset_restart_stage()
+        if self._position.validates:
+            self._end_batch(fetcher)
+
+    def _on_advance_end(self, fetcher: Any) -> None:
+        """A batch is done: commit if there was a step, before and after the validation that may follow."""
+        sampler = self._source.sampler
+        sampler.record_batch(sampler.next_share())
+        if self._epoch_loop._should_check_val_fx(fetcher):
+            self._position.validates = True
+            self._commit()
+        self._end_batch(fetcher)
+
+    def _end_batch(self, fetcher: Any) -> None:
+        type(self._epoch_loop).on_advance_end(self._epoch_loop, fetcher)
+        self._position.validates = False
+        self._commit()
+
+    def _commit(self) -> None:
+        """Not in the middle of an accumulation: recovery returns to the step before."""
+        if self._epoch_loop._should_accumulate():
+            return
+        trainer = self._trainer
+        self._sums.keep()
+        self._state.report(
+            step=trainer.global_step, epoch=trainer.current_epoch, **trainer._logger_connector._progress_bar_metrics
+        )
+        self._state.commit()
+
+    def _weigh(self) -> float:
+        sampler = self._source.sampler
+        weight: float = sampler.weight(sampler.next_share())
+        return weight
+
+
+def _run_closure_first(optimizer: Any) -> None:
+    """Lightning's closures run the backward pass inside `optimizer.step`. Run them before it, so that a step is short.
+
+    Then no collective comes between the beginning of a step and its commit, and commits copy nothing. Each optimizer of
+    torch but LBFGS calls its closure once, first of all; others may call it again, so they are left alone.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
+        return
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_after(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        if closure is None:
+            return step(**options)
+        result = closure()
+        return step(closure=lambda: result, **options)
+
+    optimizer.step = step_after
+
+
+class Fabric(L.Fabric):  # type: ignore[misc]  # mypy does not follow lightning
+    """`L.Fabric` for inside an elastic function: make one there in each world, in place of `L.Fabric` and `launch()`.
+
+    A DataLoader with an `ElasticSampler` stays as it is, and Lightning shares any other's samples among the ranks.
+    """
+
+    def __init__(self, *, strategy: Any = "auto", **options: Any) -> None:
+        if not isinstance(strategy, str) or strategy not in ("auto", "ddp"):
+            raise UsageError(
+                "an elastic Fabric has the strategy auto or ddp: for a sharded model use nbe.ShardedState."
+            )
+        for name in ("devices", "num_nodes"):
+            options.pop(name, None)  # the world is the cluster's
+        elastic_strategy = ElasticFabricStrategy(cluster_environment=ElasticEnvironment(), init_sync=False)
+        super().__init__(strategy=elastic_strategy, devices=1, **options)
+        self.launch()
+
+    def _requires_distributed_sampler(self, dataloader: Any) -> bool:
+        required: bool = super()._requires_distributed_sampler(dataloader)
+        return required and not isinstance(dataloader.sampler, ElasticSampler)

@@ -1,0 +1,75 @@
+"""A Trainer's DataLoader in an elastic job: each global batch is shared among the ranks of the present world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from nbelastic.errors import UsageError
+from nbelastic.state.sampler import ElasticSampler, local_batch_size
+
+_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+PLAIN = "{what}: give the elastic fit one plain DataLoader with a batch_size, shuffled or not, over a dataset with a length."
+
+
+class SharedBatches:
+    """The batches of an epoch, of which this rank gets its share. Lightning takes it for a loader that it need not change."""
+
+    def __init__(self, loader: Any, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+        self._loader = loader
+        self._shares: Any = None  # the DataLoader of the present world
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._shares is None:
+            assert self.sampler.global_batch is not None
+            options = {name: getattr(self._loader, name) for name in _OPTIONS if hasattr(self._loader, name)}
+            size = local_batch_size(self.sampler.global_batch)
+            self._shares = DataLoader(self._loader.dataset, batch_size=size, sampler=self.sampler, **options)
+        return iter(self._shares)
+
+    def __len__(self) -> int:
+        """Of the whole epoch: Lightning compares it with the batches that the epoch has had."""
+        samples, batch = len(self.sampler.dataset), self.sampler.global_batch
+        assert batch is not None
+        return samples // batch if self.sampler.drop_last else -(-samples // batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """So that Lightning's own checkpoints resume in the middle of an epoch."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+
+
+class SharedSource(_DataLoaderSource):  # type: ignore[misc]  # mypy does not follow lightning
+    """Where a Trainer's loop gets its training data from: the user's loader, shared among the ranks."""
+
+    loader: Any = None
+    sampler: Any = None
+
+    def dataloader(self) -> SharedBatches:
+        if self.sampler is None:
+            self.loader = super().dataloader()
+            self.sampler = _sampler_for(self.loader)
+        return SharedBatches(self.loader, self.sampler)
+
+
+def _sampler_for(loader: Any) -> ElasticSampler:
+    if type(loader) is not DataLoader:
+        raise UsageError(PLAIN.format(what=f"a {type(loader).__name__} cannot be shared among ranks"))
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        raise UsageError(PLAIN.format(what="a stream or a batch sampler cannot be shared among ranks"))
+    shuffle = isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+    if type(sampler) not in (RandomSampler, SequentialSampler, DistributedSampler) or getattr(
+        sampler, "replacement", False
+    ):
+        raise UsageError(PLAIN.format(what=f"the samples of a {type(sampler).__name__} cannot be shared among ranks"))
+    return ElasticSampler(loader.dataset, shuffle=shuffle, drop_last=loader.drop_last, global_batch=loader.batch_size)

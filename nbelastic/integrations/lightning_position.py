@@ -1,0 +1,79 @@
+"""Where a Trainer is: what a commit records of it beside the model, its optimizers and its data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torchmetrics import Metric
+
+
+class Position:
+    """A value of the state: counters of the loops, states of callbacks, where loggers and checkpoints write."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.validates = False  # the last batch is done, and its validation is not
+
+    def state_dict(self) -> dict[str, Any]:
+        loops = self._trainer.fit_loop.state_dict()
+        loops["state_dict"] = {}  # the position of the data: the sampler is a value of its own
+        callbacks = {one.state_key: one.state_dict() for one in self._trainer.callbacks}
+        return {"loops": loops, "callbacks": callbacks, "places": self.places(), "validates": self.validates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.set_places(state["places"])
+        for one in self._trainer.callbacks:
+            if state["callbacks"].get(one.state_key):
+                one.load_state_dict(copy.deepcopy(state["callbacks"][one.state_key]))
+        self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
+        self.validates = state["validates"]
+
+    def places(self) -> list[Any]:
+        """Versions of loggers and folders of checkpoints: each process has chosen its own, as no world was there."""
+        versions = [getattr(logger, "_version", None) for logger in self._trainer.loggers]
+        return [versions, [one.dirpath for one in self._checkpoints()]]
+
+    def set_places(self, places: list[Any]) -> None:
+        for logger, version in zip(self._trainer.loggers, places[0], strict=True):
+            if hasattr(logger, "_version"):
+                logger._version = version
+        for one, folder in zip(self._checkpoints(), places[1], strict=True):
+            one.dirpath = folder
+
+    def _checkpoints(self) -> list[Any]:
+        return [one for one in self._trainer.callbacks if isinstance(one, ModelCheckpoint)]
+
+
+class Sums:
+    """The metrics of this rank as of the last commit: what it has summed up in this epoch. Each rank has its own."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._kept: dict[int, tuple[dict[str, Any], int]] = {}
+        self._at: Any = None
+
+    def keep(self) -> None:
+        self._kept = {id(one): (one._copy_state_dict(), one._update_count) for one in self._all()}
+        connector = self._trainer._logger_connector
+        self._at = connector._first_loop_iter, connector._current_fx
+
+    def restore(self) -> None:
+        """Return to the last commit of this process, if it has made one."""
+        if self._at is None:
+            return
+        connector = self._trainer._logger_connector
+        connector._first_loop_iter, connector._current_fx = self._at
+        for one in self._all():
+            if id(one) not in self._kept:
+                one.reset()
+                continue
+            values, one._update_count = self._kept[id(one)]
+            one.__dict__.update(copy.deepcopy(values))
+            one._computed = None
+
+    def _all(self) -> list[Metric]:
+        logged = self._trainer.fit_loop.epoch_loop._results.values()
+        module = self._trainer.lightning_module.modules()
+        return [one for one in (*logged, *module) if isinstance(one, Metric)]
