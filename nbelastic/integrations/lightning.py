@@ -86,6 +86,7 @@ class _ElasticFit:
         replaced = [
             (self._fit_loop, "_data_source", self._source),
             (self._trainer, "_run_stage", self._run_stage),
+            (self._fit_loop, "on_advance_end", self._on_epoch_end),
             (self._epoch_loop, "on_run_start", self._on_run_start),
             (self._epoch_loop, "on_advance_end", self._on_advance_end),
             (self._epoch_loop, "_broadcast_sigterm_tensor", lambda: None),  # the agent ends workers, not signals
@@ -126,7 +127,7 @@ class _ElasticFit:
         trainer.strategy.enter()
         try:
             self._sums.restore()
-            trainer.should_stop, trainer.training = False, True
+            trainer.training = True
             if not state.commits:
                 self._position.set_places(trainer.strategy.broadcast(self._position.places()))
                 _log_hyperparams(trainer)  # Lightning's own call of it came before any process was rank 0
@@ -134,7 +135,7 @@ class _ElasticFit:
                     trainer._run_sanity_check()
             trainer.lightning_module.zero_grad()
             with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
-                self._fit_loop.run()
+                self._run_loops()
         finally:
             if trainer.validating or trainer.sanity_checking:
                 self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
@@ -148,16 +149,32 @@ class _ElasticFit:
                 loop._data_fetcher.teardown()
             loop._data_fetcher = loop._combined_loader = None
 
+    def _run_loops(self) -> None:
+        loops, is_finished = self._fit_loop, False
+        if self._state.commits or not self._from_checkpoint:  # Lightning knows how to go on after its own checkpoint
+            progress = loops.epoch_progress.current
+            for loop in (loops, self._epoch_loop, self._epoch_loop.val_loop):
+                loop._restarting = progress.ready != progress.processed
+            self._source.sampler.set_epoch(progress.processed)
+            is_finished = self._state.commits > 0 and loops.done
+        loops.run()
+        if is_finished:
+            loops.on_run_end()
+
     def _on_run_start(self, fetcher: Any) -> None:
         """An epoch begins, or goes on after a commit: at its next batch, or at the validation after the last one."""
         type(self._epoch_loop).on_run_start(self._epoch_loop, fetcher)
-        if self._from_checkpoint and not self._state.commits:
-            return  # Lightning knows best how to go on after its own checkpoint
+        if not self._state.commits and self._from_checkpoint:
+            return
         for loop in (self._fit_loop, self._epoch_loop, self._epoch_loop.val_loop):
             loop._restarting = False
             loop.reset_restart_stage()
         if self._position.validates:
             self._end_batch(fetcher)
+
+    def _on_epoch_end(self) -> None:
+        type(self._fit_loop).on_advance_end(self._fit_loop)
+        self._commit()
 
     def _on_advance_end(self, fetcher: Any) -> None:
         """A batch is done: commit if there was a step, before and after the validation that may follow."""

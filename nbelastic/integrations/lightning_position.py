@@ -20,7 +20,13 @@ class Position:
         loops = self._trainer.fit_loop.state_dict()
         loops["state_dict"] = {}  # the position of the data: the sampler is a value of its own
         callbacks = {one.state_key: one.state_dict() for one in self._trainer.callbacks}
-        return {"loops": loops, "callbacks": callbacks, "places": self.places(), "validates": self.validates}
+        return {
+            "loops": loops,
+            "callbacks": callbacks,
+            "places": self.places(),
+            "validates": self.validates,
+            "stops": self._trainer.should_stop,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.set_places(state["places"])
@@ -28,7 +34,7 @@ class Position:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(copy.deepcopy(state["callbacks"][one.state_key]))
         self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
-        self.validates = state["validates"]
+        self.validates, self._trainer.should_stop = state["validates"], state["stops"]
 
     def places(self) -> list[Any]:
         """Versions of loggers and folders of checkpoints: each process has chosen its own, as no world was there."""
