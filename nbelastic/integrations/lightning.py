@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L  # noqa: N812  (its usual name)
 import torch
+from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -128,6 +129,8 @@ class _ElasticFit:
         try:
             self._sums.restore()
             trainer.training = True
+            if trainer.is_global_zero:
+                self._position.continue_files()
             if not state.commits:
                 self._position.set_places(trainer.strategy.broadcast(self._position.places()))
                 _log_hyperparams(trainer)  # Lightning's own call of it came before any process was rank 0
@@ -227,6 +230,18 @@ def _run_closure_first(optimizer: Any) -> None:
     optimizer.step = step_after
 
 
+class _ElasticLoader(_FabricDataLoader):  # type: ignore[misc]  # mypy does not follow lightning
+    """Fabric counts the passes over a loader as epochs, and sets them. The sampler's own epoch goes on after a loss."""
+
+    @property
+    def _num_iter_calls(self) -> int:
+        return int(self.sampler.epoch)
+
+    @_num_iter_calls.setter
+    def _num_iter_calls(self, count: int) -> None:
+        """The program sets the epoch."""
+
+
 class Fabric(L.Fabric):  # type: ignore[misc]  # mypy does not follow lightning
     """`L.Fabric` for inside an elastic function: make one there in each world, in place of `L.Fabric` and `launch()`.
 
@@ -247,3 +262,7 @@ class Fabric(L.Fabric):  # type: ignore[misc]  # mypy does not follow lightning
     def _requires_distributed_sampler(self, dataloader: Any) -> bool:
         required: bool = super()._requires_distributed_sampler(dataloader)
         return required and not isinstance(dataloader.sampler, ElasticSampler)
+
+    def _setup_dataloader(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        made = super()._setup_dataloader(dataloader, *args, **kwargs)
+        return _ElasticLoader(made._dataloader, made._device) if isinstance(made.sampler, ElasticSampler) else made

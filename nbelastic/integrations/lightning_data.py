@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,4 +73,7 @@ def _sampler_for(loader: Any) -> ElasticSampler:
         sampler, "replacement", False
     ):
         raise UsageError(PLAIN.format(what=f"the samples of a {type(sampler).__name__} cannot be shared among ranks"))
-    return ElasticSampler(loader.dataset, shuffle=shuffle, drop_last=loader.drop_last, global_batch=loader.batch_size)
+    seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning's own samplers
+    return ElasticSampler(
+        loader.dataset, shuffle=shuffle, seed=seed, drop_last=loader.drop_last, global_batch=loader.batch_size
+    )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import csv
+import os
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torchmetrics import Metric
 
 
@@ -47,6 +51,19 @@ class Position:
                 logger._version = version
         for one, folder in zip(self._checkpoints(), places[1], strict=True):
             one.dirpath = folder
+
+    def continue_files(self) -> None:
+        """CSVLogger begins its file anew in each process: a new rank 0 keeps the lines of the old one."""
+        steps = self._trainer.fit_loop.epoch_loop._batches_that_stepped + self.validates
+        for logger in self._trainer.loggers:
+            if isinstance(logger, CSVLogger) and logger._experiment is None:
+                file = os.path.join(logger.log_dir, ExperimentWriter.NAME_METRICS_FILE)
+                lines: list[dict[str, str]] = []
+                if logger._fs.isfile(file):
+                    with logger._fs.open(file, "r", newline="") as old:
+                        lines = [line for line in csv.DictReader(old) if int(line["step"]) < steps]
+                logger.experiment.metrics = [{k: v for k, v in line.items() if v} for line in lines]
+                logger.save()
 
     def _checkpoints(self) -> list[Any]:
         return [one for one in self._trainer.callbacks if isinstance(one, ModelCheckpoint)]

@@ -1,0 +1,78 @@
+"""Lightning's Trainer and Fabric train on through deaths and newcomers, to the weights of an undisturbed training."""
+
+import csv
+from itertools import groupby
+
+import pytest
+
+from tests.process import lightning_programs as programs
+from tests.support.waiting import until
+
+
+def check_each_sample_was_used_once(training, epochs):
+    """In each epoch, by the last world in which each batch was made. Without samples, a rank repeats one of its batch."""
+    made = {}  # (epoch, batch): generation
+    for line in training.lines():
+        place = line["epoch"], line["batch"]
+        made[place] = max(made.get(place, 0), line["generation"])
+    used = {place: set() for place in made}
+    for line in training.lines("meant"):
+        place = line["epoch"], line["batch"]
+        if made.get(place) == line["generation"]:
+            used[place] |= set(line["meant"])
+    for epoch, places in groupby(sorted(used), key=lambda place: place[0]):
+        samples = sorted(sample for place in places for sample in used[place])
+        assert samples == list(range(programs.SAMPLES)), f"epoch {epoch} of {epochs}"
+
+
+def disturb(training):
+    """Kill rank 1 and, when the world is whole again, rank 0; wait for a whole world after each."""
+    for rank in (1, 0):
+        victim = training.wait_for_world(3)[rank]
+        begun = max(line["step"] for line in training.lines())
+        until(lambda: max(line["step"] for line in training.lines()) > begun + 2, what="a few steps")
+        training.signal_worker(victim)
+    training.wait_for_world(3)
+    (training.folder / "finish").touch()
+    return training.job.result(timeout=60)
+
+
+def check_is_as_undisturbed(training, results, accumulate=1):
+    (steps,) = {result["steps"] for result in results}
+    (epochs,) = {result["epochs"] for result in results}
+    expected = programs.train_in_one_process(epochs, accumulate)
+    assert steps == expected["steps"]
+    check_each_sample_was_used_once(training, epochs)
+    for result in results:
+        assert result["weights"] == results[0]["weights"]
+        assert result["weights"] == pytest.approx(expected["weights"], rel=0, abs=1e-12)
+        assert result["lr"] == pytest.approx(expected["lr"], rel=1e-12)
+
+
+def test_a_trainer_trains_on(trains):
+    """Its counters, schedule, callbacks, metrics and log file are right, and commits copy nothing.
+
+    It accumulates gradients, and an epoch's last batch is a step of its own.
+    """
+    kwargs = {"accumulate": 2}
+    training = trains("localhost:3", min=1, preload=["lightning"], program=programs.train, kwargs=kwargs)
+    results = disturb(training)
+    check_is_as_undisturbed(training, results, accumulate=2)
+    assert len(results) == 3
+    for result in results:
+        assert result["epochs_ended"] == result["epochs"]
+        assert result["validation_loss"] == results[0]["validation_loss"]
+    assert "tensors are copied" not in training.job.logs()
+    (file,) = training.folder.rglob("metrics.csv")
+    logged = [int(line["step"]) for line in csv.DictReader(file.read_text().splitlines()) if line["loss_step"]]
+    assert logged[0] == 0
+    assert len(logged) == len(set(logged)), "a step was logged twice"
+    assert len(list(training.folder.rglob("*.ckpt"))) == 1
+
+
+def test_fabric_trains_on(trains):
+    """A plain loop with `Fabric` in place of Lightning's."""
+    training = trains("localhost:3", min=1, preload=["lightning"], program=programs.train_with_fabric)
+    results = disturb(training)
+    check_is_as_undisturbed(training, results)
+    assert "tensors are copied" not in training.job.logs()
