@@ -45,7 +45,9 @@ def fit(trainer: Any, *args: Any, **kwargs: Any) -> None:
     """
     if not isinstance(trainer, L.Trainer):
         kind = type(trainer)
-        raise UsageError(f"fit() is for a lightning.Trainer, not {kind.__module__}.{kind.__name__}.")
+        raise UsageError(
+            f"fit() is for a lightning.Trainer, not {kind.__module__}.{kind.__name__}: `import lightning as L`, L.Trainer(…)."
+        )
     if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
         raise UsageError("an elastic fit() does not support overfit_batches and reload_dataloaders_every_n_epochs yet.")
     _use_world(trainer)

@@ -18,10 +18,8 @@ from typing import Any
 
 from nbelastic.errors import UsageError
 
-ALONE = (
-    "{what} sees a world of {seen}, but the world has {size} ranks: each rank would train alone. "
-    "Write the loop in plain PyTorch with DistributedDataParallel: {name} is not supported inside an elastic function yet."
-)
+ALONE = "{what} sees a world of {seen}, but the world has {size} ranks: each rank would train alone. "
+PLAIN = "Write the loop in plain PyTorch with DistributedDataParallel: {name} is not supported inside an elastic function yet."
 
 
 def _processes(accelerator: Any) -> int:
@@ -37,6 +35,11 @@ _ACCELERATE, _LIGHTNING, _FABRIC = (
     "Lightning",
     "Lightning Fabric",
 )
+INTEGRATIONS = {  # what to write instead; for the others `PLAIN`
+    _LIGHTNING: "Write `from nbelastic.integrations.lightning import fit` and, outside of an elastic function, "
+    "`fit(trainer, module, loader)` in place of trainer.fit.",
+    _FABRIC: "Write `from nbelastic.integrations.lightning import Fabric` and make `Fabric()` in the elastic function.",
+}
 # By module: its class, the framework's name, the world size that an instance sees, and the methods that train.
 _Watched = tuple[str, str, Callable[[Any], int], tuple[str, ...]]
 WATCHED: dict[str, _Watched] = {
@@ -119,4 +122,5 @@ def _compare(made: Any, size: int) -> None:
     for base in type(made).__mro__:
         name, title, seen_by, _ = WATCHED.get(base.__module__, ("", "", len, ()))
         if base.__name__ == name and size > 1 and seen_by(made) != size:
-            raise UsageError(ALONE.format(what=f"{name}()", seen=seen_by(made), size=size, name=title))
+            text = ALONE + INTEGRATIONS.get(title, PLAIN)
+            raise UsageError(text.format(what=f"{name}()", seen=seen_by(made), size=size, name=title))

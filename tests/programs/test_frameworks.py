@@ -33,6 +33,13 @@ STAND_INS = {  # with the shape of the real ones
     "lightning_fabric.fabric": FABRIC,
 }
 
+INSTEAD = {  # what to write
+    "lightning.pytorch.trainer.trainer": "from nbelastic.integrations.lightning import fit",
+    "pytorch_lightning.trainer.trainer": "from nbelastic.integrations.lightning import fit",
+    "lightning.fabric.fabric": "from nbelastic.integrations.lightning import Fabric",
+    "lightning_fabric.fabric": "from nbelastic.integrations.lightning import Fabric",
+}
+
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
@@ -67,7 +74,7 @@ def test_what_sees_one_rank_of_several_is_refused(installed, name, imported):
     with pytest.raises(UsageError, match="sees a world of 1, but the world has 3 ranks") as refused:
         make()
     assert "\n" not in str(refused.value)
-    assert "DistributedDataParallel" in str(refused.value)
+    assert INSTEAD.get(name, "DistributedDataParallel") in str(refused.value)
 
 
 @pytest.mark.parametrize(("size", "seen"), [(3, 3), (1, 1), (0, 1)], ids=["set up by hand", "alone", "outside"])
