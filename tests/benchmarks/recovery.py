@@ -76,27 +76,28 @@ def faults(
     count: int,
     pause: float,
     program: Callable[[str, int], int] = programs.record_steps,
+    size: int = N,
     **options: Any,
 ) -> dict[str, list[float]]:
-    """Signal random ranks of a world of N, one after the other; return times to the next step and to full size."""
+    """Signal random ranks of a world of `size`, one after the other; return times to the next step and to full size."""
     found: dict[str, list[float]] = {"next": [], "full": [], "lost": []}
     victims = []
-    with training(f"localhost:{N}", program, min=1, max=N, **options) as (cluster, folder):
+    with training(f"localhost:{size}", program, min=1, max=size, **options) as (cluster, folder):
         for number in range(count):
-            cluster.wait(N, timeout=30)
+            cluster.wait(size, timeout=30)
             time.sleep(pause)
             by_rank = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
             victim = by_rank[0] if number % 4 == 0 else random.choice(by_rank)
             victims.append((time.time(), victim.pid))
             os.kill(victim.pid, sig)
             wait_until(lambda pid=victim.pid: all(w.pid != pid for w in cluster.workers))
-        cluster.wait(N, timeout=30)
+        cluster.wait(size, timeout=30)
         time.sleep(pause)
         steps = steps_in(folder)
     for at, pid in victims:
         before = max(step["step"] for step in steps if step["t"] <= at)
-        after = next(step for step in steps if step["t"] > at and step["pid"] != pid and step["world"] < N)
-        again = next(step for step in steps if step["t"] > after["t"] and step["world"] == N)
+        after = next(step for step in steps if step["t"] > at and step["pid"] != pid and step["world"] < size)
+        again = next(step for step in steps if step["t"] > after["t"] and step["world"] == size)
         found["next"].append(after["t"] - at)
         found["full"].append(again["t"] - at)
         found["lost"].append(max(0.0, before - (after["step"] - 1)))
