@@ -1,0 +1,89 @@
+"""What the Lightning integration refuses, and when it calls closures. `tests/process/test_lightning.py` trains with it."""
+
+import lightning
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from nbelastic import UsageError
+from nbelastic.integrations.lightning import Fabric, _run_closure_first, fit
+from nbelastic.integrations.lightning_data import SharedSource
+
+DATA = list(range(10))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        [DATA],
+        DataLoader(Stream(), batch_size=2),
+        DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 2, drop_last=False)),
+        DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+        DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, replacement=True)),
+    ],
+    ids=["a list", "a stream", "a batch sampler", "weights", "replacement"],
+)
+def test_data_that_cannot_be_shared_is_refused(loader):
+    """Samples would be used twice or never; the line says what to give."""
+    with pytest.raises(UsageError, match="give the elastic fit one plain DataLoader with a batch_size"):
+        SharedSource(loader, "train_dataloader").dataloader()
+
+
+def test_an_epoch_has_the_same_batches_in_any_world():
+    """The loader's batch size is that of the world, which outside of one is this process."""
+    whole = SharedSource(DataLoader(DATA, batch_size=4), "train_dataloader").dataloader()
+    assert len(whole) == 3
+    assert [batch.tolist() for batch in whole] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    full = SharedSource(DataLoader(DATA, batch_size=4, drop_last=True), "train_dataloader").dataloader()
+    assert len(full) == len(list(full)) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_sharded_strategy_is_refused():
+    """With the line to write for a sharded model."""
+    strategy = lightning.pytorch.strategies.ModelParallelStrategy()
+    trainer = lightning.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(UsageError, match=r"ModelParallelStrategy is not supported .* fully_shard and nbe.ShardedState"):
+        fit(trainer, lightning.LightningModule())
+    with pytest.raises(UsageError, match=r"nbe.ShardedState"):
+        Fabric(strategy="fsdp")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_closure_runs_before_the_step(kind):
+    """So its backward pass is no part of the step, and the values are the same."""
+
+    def train(*, before):
+        weight = torch.nn.Parameter(torch.tensor(3.0))
+        optimizer = kind([weight], lr=0.1)
+        order = []
+        optimizer.register_step_pre_hook(lambda *_: order.append("step"))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = weight.square()
+            loss.backward()
+            order.append("closure")
+            return loss.detach()
+
+        if before:
+            _run_closure_first(optimizer)
+        return [float(optimizer.step(closure)) for _ in range(3)], weight.item(), order
+
+    first, inside = train(before=True), train(before=False)
+    assert first[:2] == inside[:2]
+    assert (first[2], inside[2]) == (["closure", "step"] * 3, ["step", "closure"] * 3)
+
+
+def test_an_optimizer_that_may_call_its_closure_again_is_left_alone():
+    """LBFGS calls it many times in a step; an optimizer of another package may."""
+    weight = torch.nn.Parameter(torch.tensor(3.0))
+    foreign = type("SAM", (torch.optim.SGD,), {})([weight], lr=0.1)
+    for optimizer in (torch.optim.LBFGS([weight]), foreign):
+        _run_closure_first(optimizer)
+        assert "step" not in vars(optimizer)
