@@ -43,7 +43,9 @@ INSTEAD = {  # what to write
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Packages with stand-ins at the real classes' places; what was imported is removed afterwards."""
+    """Packages with stand-ins at the real classes' places; afterwards those that were imported before are back."""
+    tops = {name.split(".")[0] for name in STAND_INS}
+    real = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in tops}
     for name, text in STAND_INS.items():
         *packages, module = name.split(".")
         folder = tmp_path.joinpath(*packages)
@@ -57,6 +59,7 @@ def installed(tmp_path, monkeypatch):
     yield
     for name in set(sys.modules) - before:
         del sys.modules[name]
+    sys.modules.update(real)
 
 
 def test_every_one_of_them_is_tried_here():

@@ -1,15 +1,29 @@
 """What the Lightning integration refuses, and when it calls closures. `tests/process/test_lightning.py` trains with it."""
 
-import lightning
+import warnings
+from importlib import import_module
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from nbelastic import UsageError
-from nbelastic.integrations.lightning import Fabric, _run_closure_first, fit
-from nbelastic.integrations.lightning_data import SharedSource
 
 DATA = list(range(10))
+
+
+@pytest.fixture(scope="module")
+def integration():
+    """Imported late, because Lightning takes seconds; its warnings are its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module("nbelastic.integrations.lightning")
+
+
+@pytest.fixture
+def share(integration):
+    """Share the batches of a loader."""
+    return lambda loader: integration.SharedSource(loader, "train_dataloader").dataloader()
 
 
 class Stream(IterableDataset):
@@ -28,34 +42,33 @@ class Stream(IterableDataset):
     ],
     ids=["a list", "a stream", "a batch sampler", "weights", "replacement"],
 )
-def test_data_that_cannot_be_shared_is_refused(loader):
+def test_data_that_cannot_be_shared_is_refused(share, loader):
     """Samples would be used twice or never; the line says what to give."""
     with pytest.raises(UsageError, match="give the elastic fit one plain DataLoader with a batch_size"):
-        SharedSource(loader, "train_dataloader").dataloader()
+        share(loader)
 
 
-def test_an_epoch_has_the_same_batches_in_any_world():
+def test_an_epoch_has_the_same_batches_in_any_world(share):
     """The loader's batch size is that of the world, which outside of one is this process."""
-    whole = SharedSource(DataLoader(DATA, batch_size=4), "train_dataloader").dataloader()
+    whole = share(DataLoader(DATA, batch_size=4))
     assert len(whole) == 3
     assert [batch.tolist() for batch in whole] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    full = SharedSource(DataLoader(DATA, batch_size=4, drop_last=True), "train_dataloader").dataloader()
+    full = share(DataLoader(DATA, batch_size=4, drop_last=True))
     assert len(full) == len(list(full)) == 2
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_a_sharded_strategy_is_refused():
+@pytest.mark.parametrize("name", ["ModelParallelStrategy", "FSDPStrategy"])
+def test_a_sharded_strategy_is_refused(integration, name):
     """With the line to write for a sharded model."""
-    strategy = lightning.pytorch.strategies.ModelParallelStrategy()
-    trainer = lightning.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
-    with pytest.raises(UsageError, match=r"ModelParallelStrategy is not supported .* fully_shard and nbe.ShardedState"):
-        fit(trainer, lightning.LightningModule())
+    strategy = getattr(integration.L.pytorch.strategies, name)()
+    with pytest.raises(UsageError, match=rf"{name} is not supported .* fully_shard and nbe.ShardedState"):
+        integration.check_strategy(strategy)
     with pytest.raises(UsageError, match=r"nbe.ShardedState"):
-        Fabric(strategy="fsdp")
+        integration.Fabric(strategy="fsdp")
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_closure_runs_before_the_step(kind):
+def test_a_closure_runs_before_the_step(integration, kind):
     """So its backward pass is no part of the step, and the values are the same."""
 
     def train(*, before):
@@ -72,7 +85,7 @@ def test_a_closure_runs_before_the_step(kind):
             return loss.detach()
 
         if before:
-            _run_closure_first(optimizer)
+            integration._run_closure_first(optimizer)
         return [float(optimizer.step(closure)) for _ in range(3)], weight.item(), order
 
     first, inside = train(before=True), train(before=False)
@@ -80,10 +93,10 @@ def test_a_closure_runs_before_the_step(kind):
     assert (first[2], inside[2]) == (["closure", "step"] * 3, ["step", "closure"] * 3)
 
 
-def test_an_optimizer_that_may_call_its_closure_again_is_left_alone():
+def test_an_optimizer_that_may_call_its_closure_again_is_left_alone(integration):
     """LBFGS calls it many times in a step; an optimizer of another package may."""
     weight = torch.nn.Parameter(torch.tensor(3.0))
     foreign = type("SAM", (torch.optim.SGD,), {})([weight], lr=0.1)
     for optimizer in (torch.optim.LBFGS([weight]), foreign):
-        _run_closure_first(optimizer)
+        integration._run_closure_first(optimizer)
         assert "step" not in vars(optimizer)
