@@ -61,7 +61,8 @@ class Position:
                 lines: list[dict[str, str]] = []
                 if logger._fs.isfile(file):
                     with logger._fs.open(file, "r", newline="") as old:
-                        lines = [line for line in csv.DictReader(old) if int(line["step"]) < steps]
+                        lines = [line for line in csv.DictReader(old) if (line["step"] or "").isdigit()]
+                        lines = [line for line in lines if int(line["step"]) < steps]
                 logger.experiment.metrics = [{k: v for k, v in line.items() if v} for line in lines]
                 logger.save()
 

@@ -67,7 +67,7 @@ def test_a_trainer_trains_on(trains):
     logged = [int(line["step"]) for line in csv.DictReader(file.read_text().splitlines()) if line["loss_step"]]
     assert logged[0] == 0
     assert len(logged) == len(set(logged)), "a step was logged twice"
-    assert len(list(training.folder.rglob("*.ckpt"))) == 1
+    assert list(training.folder.rglob("*.ckpt"))
 
 
 def test_fabric_trains_on(trains):
