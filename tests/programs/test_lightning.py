@@ -69,7 +69,7 @@ def test_a_sharded_strategy_is_refused(integration, name):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_closure_runs_before_the_step(integration, kind):
-    """So its backward pass is no part of the step, and the values are the same."""
+    """So its backward pass comes before the step, and the values are the same."""
 
     def train(*, before):
         weight = torch.nn.Parameter(torch.tensor(3.0))
