@@ -36,6 +36,8 @@ _ACCELERATE, _LIGHTNING, _FABRIC = (
     "Lightning Fabric",
 )
 INTEGRATIONS = {  # what to write instead; for the others `PLAIN`
+    _ACCELERATE: "Write `from nbelastic.integrations.accelerate import Accelerator` and make it in the elastic function; "
+    "for a Hugging Face Trainer `from nbelastic.integrations.transformers import train` and `train(trainer)`.",
     _LIGHTNING: "Write `from nbelastic.integrations.lightning import fit` and, outside of an elastic function, "
     "`fit(trainer, module, loader)` in place of trainer.fit.",
     _FABRIC: "Write `from nbelastic.integrations.lightning import Fabric` and make `Fabric()` in the elastic function.",
@@ -61,6 +63,10 @@ class Watch(importlib.abc.MetaPathFinder):
     def begin(self) -> None:
         """A new program begins: objects of an earlier one count only when this one uses them."""
         self._made_outside.clear()
+
+    def forget(self, made: Any) -> None:
+        """An integration makes this object anew in each world."""
+        self._made_outside.discard(made)
 
     def check(self) -> None:
         """UsageError if an object that was made before this world sees another world size."""

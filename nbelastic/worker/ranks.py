@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from nbelastic.system.addresses import split_endpoint
 from nbelastic.worker import device as _device
 from nbelastic.worker import session
 
@@ -42,6 +43,30 @@ def cross_size() -> int:
 def device() -> torch.device:
     """The device of this worker: `cuda:0`, as it sees only its own GPU, or the CPU."""
     return _device.device()
+
+
+def environment() -> dict[str, str]:
+    """The variables that torchrun would set for this rank in the present world: RANK, WORLD_SIZE, MASTER_ADDR and the like.
+
+    They are not in `os.environ`, as they change with each world. A host is a group in torchrun's sense. MASTER_ADDR and
+    MASTER_PORT are those of the store of this generation. The dict is a copy. NoWorldError outside an elastic function.
+    """
+    formation = session.world()
+    counts = [count for _, count in formation.hosts]
+    group = next(number for number in range(len(counts)) if sum(counts[: number + 1]) > formation.rank)
+    address, port = split_endpoint(formation.store)
+    numbers = {
+        "RANK": formation.rank,
+        "WORLD_SIZE": formation.world_size,
+        "LOCAL_RANK": formation.local_rank,
+        "LOCAL_WORLD_SIZE": formation.local_size,
+        "GROUP_RANK": group,
+        "GROUP_WORLD_SIZE": len(counts),
+        "ROLE_RANK": formation.rank,
+        "ROLE_WORLD_SIZE": formation.world_size,
+        "MASTER_PORT": port,
+    }
+    return {name: str(number) for name, number in numbers.items()} | {"ROLE_NAME": "default", "MASTER_ADDR": address}
 
 
 def local_group() -> dist.ProcessGroup:

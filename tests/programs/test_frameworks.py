@@ -34,6 +34,7 @@ STAND_INS = {  # with the shape of the real ones
 }
 
 INSTEAD = {  # what to write
+    "accelerate.accelerator": "from nbelastic.integrations.accelerate import Accelerator",
     "lightning.pytorch.trainer.trainer": "from nbelastic.integrations.lightning import fit",
     "pytorch_lightning.trainer.trainer": "from nbelastic.integrations.lightning import fit",
     "lightning.fabric.fabric": "from nbelastic.integrations.lightning import Fabric",
@@ -100,6 +101,18 @@ def test_what_was_made_before_the_world_is_refused_when_the_world_is_entered(ins
     with pytest.raises(UsageError, match="sees a world of 1, but the world has 2 ranks"):
         watch.check()
     del made
+    watch.check()
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_an_integration_makes_anew_in_each_world_is_not_refused(installed, name):
+    """An integration forgets the object that it replaces inside the world."""
+    size = [0]
+    watch = Watch(lambda: size[0])
+    watch.start()
+    made = getattr(importlib.import_module(name), WATCHED[name][0])()
+    watch.forget(made)
+    size[0] = 2
     watch.check()
 
 

@@ -1,0 +1,135 @@
+"""Accelerate in an elastic function: `from nbelastic.integrations.accelerate import Accelerator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from torch.utils.data import DataLoader, RandomSampler
+
+from nbelastic.errors import UsageError
+from nbelastic.state.sampler import ElasticSampler, local_batch_size
+from nbelastic.worker import ranks
+
+# What a prepared loader takes from the user's one, beside its data set, sampler and batch size.
+OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers", "in_order"),
+)
+SHARDING = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
+    """Accelerate's Accelerator in the present world. Make it inside the elastic function, in each call of it.
+
+    It takes the same arguments. `prepare` takes the bare model, optimizer and scheduler of the state. A DataLoader's
+    sampler is an `ElasticSampler`. The prepared loader gives each rank its share of the samples that the epoch has not
+    used yet, and records them. Each pass over it is the rest of an epoch. With the sampler's `global_batch`,
+    the loader's own batch size does not matter, `backward` weighs the loss, and a scheduler steps once per step.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        sharding = [name for name in SHARDING if options.get(name) is not None]
+        if sharding:
+            raise UsageError(
+                f"{sharding[0]} shards the model, and only whole models are elastic in Accelerate: "
+                "write the loop with nbe.ShardedState and PyTorch's fully_shard."
+            )
+        renew_states()
+        super().__init__(**{"cpu": ranks.device().type == "cpu"} | options)
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the bare model, as it was before an earlier world's Accelerator."""
+        make_bare(model)
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        """UsageError for a shuffling loader without an `ElasticSampler`: its samples would be repeated or left out."""
+        if isinstance(data_loader.sampler, ElasticSampler):
+            prepared = ElasticLoader(data_loader, self.device if self.device_placement else None)
+            self._dataloaders.append(prepared)
+            return prepared
+        if isinstance(data_loader.sampler, RandomSampler):
+            raise UsageError(
+                "a shuffling DataLoader would begin its epoch again after each change of the world: put "
+                "sampler=nbe.ElasticSampler(data) into the state, and make DataLoader(data, …, sampler=state.sampler)."
+            )
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """With a global batch a step has the same samples in any world: the scheduler steps once, and not once per rank."""
+        prepared = super().prepare_scheduler(scheduler)
+        if any(
+            isinstance(sampler, ElasticSampler) and sampler.global_batch for sampler in map(_sampler, self._dataloaders)
+        ):
+            prepared.split_batches = True
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Accelerate's own, with the weight of this rank's share of the global batch."""
+        super().backward(loss * getattr(self.gradient_state.active_dataloader, "weight", 1.0), **kwargs)
+
+
+class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not follow accelerate
+    """The batches of this rank. A batch counts as used when it is given: after a break, the commit before it is restored."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+        sampler: ElasticSampler = loader.sampler
+        batch = loader.batch_size if sampler.global_batch is None else local_batch_size(sampler.global_batch)
+        options = {name: getattr(loader, name) for name in OPTIONS if hasattr(loader, name)}
+        generator = torch.Generator()  # else each new iterator would draw from the generator of the training
+        super().__init__(loader.dataset, device, batch_size=batch, sampler=sampler, generator=generator, **options)
+        self.weight = 1.0  # of this rank's mean loss of the present batch
+        self._batch, self._ended_epoch = batch, -1
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler: ElasticSampler = self.sampler
+        if sampler.epoch == self._ended_epoch:
+            sampler.set_epoch(sampler.epoch + 1)
+        self.iteration = sampler.epoch
+        left = len(sampler)
+        for batch in super().__iter__():
+            size = min(self._batch, left)
+            left -= size
+            self.weight = sampler.weight(size)
+            sampler.record_batch(size)
+            yield batch
+        self._ended_epoch = sampler.epoch
+
+
+def renew_states() -> None:
+    """Let Accelerate see the present world: its states are singletons, and keep the world that they were made in.
+
+    Accelerate reads the world from torchrun's variables. They are not set: a later program would see an old world in them.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    on_cpu = ranks.device().type == "cpu"
+    PartialState._shared_state.update(
+        _cpu=on_cpu,
+        backend=dist.get_backend(),
+        debug=False,
+        device=ranks.device(),
+        distributed_type=DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU,
+        num_processes=ranks.size(),
+        process_index=ranks.rank(),
+        local_process_index=ranks.local_rank(),
+        fork_launched=False,
+    )
+
+
+def make_bare(model: torch.nn.Module) -> None:
+    """Undo what Accelerate has changed of a model for mixed precision: each world would wrap its forward once more."""
+    vars(model).pop("_is_accelerate_prepared", None)
+    forward = vars(model).pop("_original_forward", None)
+    if forward is not None:
+        model.forward = forward
+
+
+def _sampler(loader: Any) -> Any:
+    return getattr(loader, "sampler", None)

@@ -1,0 +1,86 @@
+"""How far a Hugging Face Trainer has come, beside its model and its optimizer: a value of the training state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerControl
+
+# Of the Trainer's state. The rest is set anew in each world, but the history, which is kept as text.
+KEPT = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class TrainerProgress:
+    """`values`: as they were at the last `capture`, or as they were received; empty before the first step."""
+
+    def __init__(self) -> None:
+        self.global_batch = 0  # samples per step; 0 until the first world
+        self.values: dict[str, Any] = {}
+        self._written = 0  # how many entries of the log history are in `values["history"]`
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return int(self.values["state"]["global_step"]) if self.values else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_batch": self.global_batch, "values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_batch, self.values = state["global_batch"], state["values"]
+        self._written = len(self._history())
+
+    def capture(self, trainer: Any, epoch: int, epoch_start: int) -> None:
+        """Take the values of `trainer` right after a step. `epoch_start`: the number of steps before this epoch."""
+        state = trainer.state
+        text = self.values.get("history", "") if self._written <= len(state.log_history) else ""
+        new = state.log_history[self._written if text else 0 :]
+        self._written = len(state.log_history)
+        self.values = {
+            "state": {name: getattr(state, name) for name in KEPT},
+            "max_steps": state.max_steps,
+            "history": text + "".join(json.dumps(entry, default=float) + "\n" for entry in new),  # an immutable text
+            "callbacks": [one.state()["attributes"] for one in _with_state(trainer)],
+            "control": {name: getattr(trainer.control, name) for name in FLAGS},
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "loss": trainer._tr_loss.clone(),  # the sum since it was logged; to read its number would wait for the GPU
+            "loss_logged": trainer._total_loss_scalar,
+            "logged_at": trainer._globalstep_last_logged,
+            "epoch": epoch,
+            "epoch_start": epoch_start,
+        }
+
+    def restore_state(self, trainer: Any) -> None:
+        """Set the Trainer's state: it has just made a new one."""
+        if self.values:
+            for name, value in self.values["state"].items():
+                setattr(trainer.state, name, value)
+            trainer.state.log_history = self._history()
+            for one, attributes in zip(_with_state(trainer), self.values["callbacks"], strict=True):
+                for name, value in attributes.items():
+                    setattr(one, name, value)
+
+    def restore_counts(self, trainer: Any, control: TrainerControl) -> None:
+        """Set what the Trainer has just set to its beginning: the losses, and what the last step has asked for."""
+        trainer._initial_global_step = 0
+        if self.values:
+            trainer._tr_loss = self.values["loss"].to(trainer.args.device, copy=True)
+            trainer._total_loss_scalar = self.values["loss_logged"]
+            trainer._globalstep_last_logged = self.values["logged_at"]
+            for name, flag in self.values["control"].items():
+                setattr(control, name, flag)
+            if trainer.state.max_steps != self.values["max_steps"]:  # a checkpoint of a job that was to end earlier
+                control.should_training_stop = False
+
+    def _history(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in self.values.get("history", "").splitlines()]
+
+
+def _with_state(trainer: Any) -> list[Any]:
+    """The callbacks that say what their state is."""
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]

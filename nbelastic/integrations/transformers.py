@@ -1,0 +1,160 @@
+"""Hugging Face's Trainer in an elastic job: `train(trainer)` in place of `trainer.train()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+
+from nbelastic.errors import UsageError
+from nbelastic.integrations.accelerate import make_bare, renew_states
+from nbelastic.integrations.elastic_trainer import ElasticTrainer, Run, Steps, data_of
+from nbelastic.integrations.global_batches import GlobalBatches
+from nbelastic.integrations.label_counts import ignores_label_count
+from nbelastic.integrations.trainer_progress import TrainerProgress
+from nbelastic.programs.elastic import elastic, frameworks
+from nbelastic.state.state import TorchState
+from nbelastic.worker import ranks
+
+
+def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
+    """Train in worlds that change; returns what `trainer.train()` returns. One per job, as it is an elastic function.
+
+    After a change of the world, `Trainer.train` begins again from the last step that all ranks have made. Each step uses
+    `global_batch` samples in any world, and each epoch uses every sample once. Without `global_batch` it is the batch of the
+    first world: its size x per_device_train_batch_size x gradient_accumulation_steps. With fewer ranks, each rank splits its
+    larger share into parts of at most per_device_train_batch_size samples, and accumulates their gradients.
+
+    UsageError for a Trainer that cannot be elastic.
+    """
+    _check(trainer)
+    if trainer.optimizer is None:
+        trainer.create_optimizer()
+    trainer.optimizer = _bare(trainer.optimizer)
+    progress = TrainerProgress()
+    progress.global_batch = global_batch or 0
+    values: dict[str, Any] = {"model": trainer.model, "optimizer": trainer.optimizer, "progress": progress}
+    if trainer.accelerator.scaler is not None:
+        values["scaler"] = trainer.accelerator.scaler
+    state = TorchState(**values)
+    accumulated = trainer.args.gradient_accumulation_steps
+    with _elastic(trainer, Run(state, progress)):
+        return elastic(_train_in_this_world)(state, trainer, accumulated)
+
+
+def _train_in_this_world(_state: TorchState, trainer: Any, accumulated: int) -> TrainOutput:
+    args, progress = trainer.args, trainer._elastic.progress
+    part = args.per_device_train_batch_size
+    if not progress.global_batch:
+        progress.global_batch = batch = ranks.size() * part * accumulated
+        if ranks.rank() == 0:
+            print(
+                f"nbelastic: each step uses {batch} samples in any world, as in the first world, which has {ranks.size()} "
+                f"ranks. Write train(trainer, global_batch={batch}) to have that whatever the first world is.",
+                flush=True,
+            )
+    trainer._elastic.batches = batches = GlobalBatches(
+        trainer.train_dataset,
+        progress.global_batch,
+        part,
+        shuffle=args.train_sampling_strategy == "random",
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        drop_last=args.dataloader_drop_last,
+    )
+    args.gradient_accumulation_steps = batches.parts
+    _enter_world(trainer)
+    try:
+        return trainer.train()
+    finally:
+        _leave_world(trainer)
+
+
+def _enter_world(trainer: Any) -> None:
+    """The Trainer, its arguments and Accelerate have kept the world that they were made in."""
+    args, scaler = trainer.args, trainer.accelerator.scaler
+    renew_states()
+    args.distributed_state = PartialState()
+    args._n_gpu = 0 if ranks.device().type == "cpu" else 1
+    vars(args)["_setup_devices"] = ranks.device()
+    (args.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)  # the Trainer has added it
+    trainer.create_accelerator_and_postprocess()
+    trainer.accelerator.scaler = scaler
+    trainer.accelerator.free_memory = lambda *objects: list(objects)  # it holds nothing yet; collecting takes 0.2 s
+    vars(trainer).pop("_eval_dataloaders", None)
+
+
+def _leave_world(trainer: Any) -> None:
+    """Keep no reference to DDP: its old process group would stay open."""
+    trainer.model_wrapped = trainer.model
+    make_bare(trainer.model)
+    if (noise := getattr(trainer, "neftune_hook_handle", None)) is not None:
+        noise.remove()  # each world adds one
+    trainer.optimizer = _bare(trainer.optimizer)
+    trainer.accelerator._models.clear()
+    trainer.accelerator._optimizers.clear()
+    trainer.callback_handler.optimizer = trainer.optimizer
+    trainer.callback_handler.train_dataloader = None
+
+
+@contextmanager
+def _elastic(trainer: Any, run: Run) -> Iterator[None]:
+    """Make this Trainer elastic, and an ordinary one again at the end."""
+    kind, steps = type(trainer), Steps(trainer)
+    before = {
+        name: getattr(trainer, name) for name in ("model_init", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga")
+    }
+    arguments = {
+        name: vars(trainer.args)[name] for name in ("gradient_accumulation_steps", "average_tokens_across_devices")
+    }
+    if ignores_label_count(trainer, *data_of(trainer)):
+        trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = False
+        trainer.args.average_tokens_across_devices = False
+    trainer.__class__ = type(kind.__name__, (ElasticTrainer, kind), {})
+    trainer._elastic, trainer.model_init = run, None  # the model is made: each world would make another one
+    trainer.add_callback(steps)
+    frameworks().forget(trainer.accelerator)
+    try:
+        yield
+    finally:
+        trainer.__class__ = kind
+        vars(trainer).update(before)
+        vars(trainer.args).update(arguments)
+        trainer.remove_callback(steps)
+        del trainer._elastic
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _check(trainer: Any) -> None:
+    """UsageError if this Trainer cannot be elastic."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.is_distributed_loading_by_transformers:
+        raise UsageError(
+            "this Trainer shards its model, and only whole models are elastic in it: "
+            "write the loop with nbe.ShardedState and PyTorch's fully_shard, or leave out fsdp and deepspeed."
+        )
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"a {type(dataset).__name__} has no length, so its samples cannot be shared among ranks that come and go: "
+            "give the Trainer a data set with a length."
+        )
+    if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
+        raise UsageError(
+            f"{type(trainer).__name__} has its own get_train_dataloader(), whose batches would not be elastic: "
+            "give train_dataset and data_collator to the Trainer instead."
+        )
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise UsageError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} gives each world other batches: "
+            'use "random" or "sequential".'
+        )
+    if args.auto_find_batch_size:
+        raise UsageError("auto_find_batch_size would differ between ranks: set per_device_train_batch_size.")

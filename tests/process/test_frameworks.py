@@ -1,0 +1,92 @@
+"""Hugging Face's Trainer and Accelerate train on when ranks are killed, and end where an undisturbed training ends."""
+
+import pytest
+
+from tests.process import framework_programs
+from tests.process.training import lines_in
+
+CLOSE = {"rel": 1e-9, "abs": 1e-12}
+SINGLE = {"rel": 1e-6, "abs": 1e-7}  # the Trainer adds losses, and Llama computes its loss, in single precision
+
+
+def flat(weights):
+    return [number for one in weights for number in one]
+
+
+@pytest.fixture(scope="module")
+def frameworks(tmp_path_factory):
+    """A cluster whose workers have imported both frameworks already."""
+    import nbelastic as nbe
+
+    options = {"preload": ["nbelastic.integrations.transformers"], "env": {"HF_HUB_OFFLINE": "1"}}
+    with nbe.Cluster("localhost:3", min=1, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs"), **options) as one:
+        yield one
+
+
+@pytest.fixture
+def run(frameworks, tmp_path):
+    """Run a program on three workers; returns one result per rank of the last world."""
+
+    def start(program, *args):
+        frameworks.wait(3, timeout=60)
+        return frameworks.run(program, str(tmp_path), *args).result(timeout=60)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        ("llama", {"in an evaluation": 9, "in a step": 15}),
+        ("bert", {"in a step": 6, "after a commit": 20}),
+        ("own loss", {"after a commit": 3, "in an evaluation": 18}),
+    ],
+    ids=["counts labels", "mean loss", "own loss"],
+)
+def test_a_trainer_loses_two_of_three_ranks(run, tmp_path, kind, places):
+    """Weights, log, learning rate and epochs are those of `trainer.train()` in one process, in worlds of 3, 2 and 1."""
+    found = run(framework_programs.train_elastic, kind, places)
+    assert places.keys() <= {path.name for path in tmp_path.iterdir()}
+    alone = run(framework_programs.train_alone, kind)[0]
+    assert alone["step"] == 27
+    for one in found:
+        assert one["step"] == alone["step"]
+        assert one["loss"] == pytest.approx(alone["loss"], **SINGLE)
+        assert flat(one["weights"]) == pytest.approx(flat(alone["weights"]), **(SINGLE if kind == "llama" else CLOSE))
+        assert len(one["history"]) == len(alone["history"])
+        for mine, expected in zip(one["history"], alone["history"], strict=True):
+            mine.pop("total_flos", None), expected.pop("total_flos", None)
+            assert mine == pytest.approx(expected, **SINGLE)
+    lines = [line for line in lines_in(tmp_path) if "step" in line]
+    assert {line["step"] for line in lines} == set(range(1, 28))
+    assert len({line["generation"] for line in lines}) >= 3
+
+
+def test_an_accelerate_loop_loses_two_of_three_ranks(run, tmp_path):
+    """Every sample is used once per epoch, and weights and learning rate are those of an undisturbed training."""
+    undisturbed = run(framework_programs.train_with_accelerate, False)[0]
+    for path in tmp_path.glob("*.jsonl"):
+        path.unlink()
+    found = run(framework_programs.train_with_accelerate, True)
+    assert {"after 3 steps", "after 5 steps"} <= {path.name for path in tmp_path.iterdir()}
+    for one in found:
+        assert (one["lr"], one["commits"]) == (undisturbed["lr"], undisturbed["commits"])
+        assert flat(one["weights"]) == pytest.approx(flat(undisturbed["weights"]), **CLOSE)
+
+
+def test_what_cannot_be_elastic_is_refused_in_words(run):
+    """Each error says what to write instead."""
+    for errors in run(framework_programs.try_what_is_refused):
+        expected = (
+            "give the Trainer a data set with a length",
+            "give train_dataset and data_collator to the Trainer instead",
+            'use "random" or "sequential"',
+            "set per_device_train_batch_size",
+            "from nbelastic.integrations.accelerate import Accelerator",
+            "nbe.ShardedState and PyTorch's fully_shard",
+            "make DataLoader(data, …, sampler=state.sampler)",
+        )
+        assert len(errors) == len(expected), errors
+        for error, advice in zip(errors, expected, strict=True):
+            assert advice in error
+            assert "\n" not in error
