@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, Unpack, overload
 
 from nbelastic.client.attaching import attach_cluster
 from nbelastic.client.cell_syntax import check_cell, check_limit, check_ranks
-from nbelastic.client.checkpoints import CheckpointPlan, checkpoint_plan
+from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster_view import ClusterView
 from nbelastic.client.configuration import configure
 from nbelastic.client.driver_link import DriverLink
@@ -21,6 +21,7 @@ from nbelastic.client.job import Job
 from nbelastic.client.job_copy import JobCopy
 from nbelastic.client.kernel_end import close_at_kernel_end, do_not_close_at_kernel_end
 from nbelastic.client.pickled_calls import pickle_call
+from nbelastic.client.pushed_values import push
 from nbelastic.client.script_options import ScriptOptions, script_request
 from nbelastic.client.stopping import close_cluster, detach_cluster, request_stop, stop_cluster
 from nbelastic.client.submission import submit, submit_call, submit_cell, swap_call, swap_cell
@@ -197,9 +198,7 @@ class Cluster(ClusterView):
         """
         checkpoints = checkpoint_plan(checkpoint, checkpoint_every, checkpoint_keep)
         pickle = partial(pickle_call, function, args, kwargs)
-        if swap:
-            return self._swap(partial(swap_call, self._link, pickle), checkpoints)
-        return self._hold(submit_call(self._link, pickle, checkpoints))
+        return self._hold((swap_call if swap else submit_call)(self._link, pickle, checkpoints))
 
     def run_cell(
         self,
@@ -216,19 +215,7 @@ class Cluster(ClusterView):
         """
         check_cell(source, awaits=False)
         checkpoints = checkpoint_plan(checkpoint, checkpoint_every, checkpoint_keep)
-        if swap:
-            return self._swap(partial(swap_cell, self._link, source), checkpoints)
-        return self._hold(submit_cell(self._link, source, checkpoints))
-
-    def _swap(self, swap: Callable[[], requests.SwapOutcome], checkpoints: CheckpointPlan) -> Job:
-        if checkpoints is not None:
-            raise UsageError("a new program goes on with the checkpoints of the job: leave out checkpoint.")
-        outcome = swap()
-        for note in outcome.notes:
-            print(f"{outcome.job}: {note}.")
-        job = self.job
-        assert job is not None
-        return job
+        return self._hold((swap_cell if swap else submit_cell)(self._link, source, checkpoints))
 
     def run_script(self, path: str | os.PathLike[str], *args: Any, **options: Unpack[ScriptOptions]) -> Job:
         """Run an unmodified torchrun script on every host, with one worker per slot; returns at once.
@@ -317,6 +304,15 @@ class Cluster(ClusterView):
             run, timeout, "the cell to end", cancel=not setup, on_pieces=on_output
         )
         return outputs
+
+    def push(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Set variables in the namespace of every worker, also of those that join later: `push(data=data, lr=0.1)`.
+
+        Cells, `%%elastic_run` programs and functions find them there. The values are pickled once; on this machine the
+        workers map them, and share the memory of arrays that they only read. The newest value of a name counts.
+        UsageError while a job or a setup cell runs, for a value that cannot be pickled, or if a worker cannot take them.
+        """
+        push(self._link, {**(values or {}), **named})
 
     def pause(self, timeout: float | None = 60.0, by: str = "you") -> None:
         """Stop the training at its next commit, and wait until all ranks stand still. Cells can run there: see `execute`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Generator, Iterator
 from html import escape
 from typing import Any, TextIO
@@ -12,11 +13,12 @@ from nbelastic.client.connection import Connection
 from nbelastic.client.job_copy import JobCopy
 from nbelastic.client.notebook_line import NotebookLine, in_notebook
 from nbelastic.client.progress import ProgressLine, describe_progress, terminal
+from nbelastic.client.pushed_values import read_state
 from nbelastic.client.waiting import ANSWER_TIMEOUT, wait_for_result
 from nbelastic.errors import ClusterStoppedError, DriverLostError, JobError, JobStoppedError, UsageError
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
-from nbelastic.protocol.requests import StopJob
+from nbelastic.protocol.requests import PullState, StopJob
 from nbelastic.system import pickling
 
 
@@ -81,6 +83,29 @@ class Job:
                     raise JobError(f"{self.name} succeeded, but {text}", rank=rank) from error
             self._values = values
         return self._values
+
+    def state_dict(self, name: str | None = None, timeout: float | None = None) -> Any:
+        """The training state by name: the `state_dict()` of models, optimizers and so on, and plain values, on the CPU.
+
+        With `name` this value alone: `model.load_state_dict(job.state_dict("model"))`. Of a running job: rank 0 copies it at
+        the next commit. After the end: as the elastic function left it or, if it failed, the last commit; until the next
+        job begins. UsageError if no worker holds it any more, or if it is sharded. WaitTimeoutError after `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            answer = self._driver.request(PullState(self.name, name or ""))
+            remaining = None if end is None else max(0.0, end - time.monotonic())
+            try:
+                return read_state(
+                    wait_for_result(answer, remaining, lambda: f"the next commit: {self._driver.status.reason}")
+                )
+            except DriverLostError:  # the next driver is asked
+                continue
+            except ClusterStoppedError as error:
+                text = f"{error} The training state of {self.name} was on its workers: only a checkpoint has it now."
+                raise ClusterStoppedError(text) from None
+            finally:
+                answer.cancel()
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         """Return or raise what `result()` does; other tasks, and a notebook's widgets, go on meanwhile.

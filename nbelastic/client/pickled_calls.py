@@ -30,6 +30,16 @@ def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         raise UsageError(f"{name} cannot be sent to the workers: {text}") from None
 
 
+def pickle_values(values: Mapping[str, Any]) -> list[memoryview]:
+    """Pickle values by name. UsageError names those that cannot be pickled."""
+    try:
+        return pickling.pack(dict(values))
+    except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
+        names = [name for name, value in values.items() if not _can_be_pickled(value)]
+        text = f"{', '.join(names)} cannot be sent to the workers: {type(error).__name__}: {error}"
+        raise UsageError(text) from None
+
+
 def _find_culprits(function: object, depth: int) -> Iterator[str]:
     """Describe the values that a function uses and that cannot be pickled."""
     inner = inspect.unwrap(function) if callable(function) else function

@@ -10,7 +10,7 @@ from nbelastic.client.checkpoints import CheckpointPlan
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.job_copy import JobCopy
 from nbelastic.client.waiting import ANSWER_TIMEOUT
-from nbelastic.errors import ClusterStoppedError, JobError
+from nbelastic.errors import ClusterStoppedError, JobError, UsageError
 from nbelastic.protocol import messages, requests, worker_messages
 from nbelastic.system import pickling
 from nbelastic.system.private_files import replace_private
@@ -36,18 +36,24 @@ def submit_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkp
         raise
 
 
-def swap_cell(link: DriverLink, source: str) -> requests.SwapOutcome:
-    """Replace the present job's program by a cell, and wait for its first commit."""
+def swap_cell(link: DriverLink, source: str, checkpoints: CheckpointPlan) -> JobCopy:
+    """Replace the present job's program by a cell, and wait for its first commit. Errors are those of `_swap`."""
+    _refuse_checkpoints(checkpoints)
     return _swap(link, worker_messages.Program("", "", None, source, None))
 
 
-def swap_call(link: DriverLink, pickle: Callable[[], list[memoryview]]) -> requests.SwapOutcome:
-    """Replace the present job's program by the call that `pickle()` returns, and wait for its first commit."""
-    call = _save_call(link, pickle())
-    return _swap(link, worker_messages.Program("", "", None, "", call))
+def swap_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkpoints: CheckpointPlan) -> JobCopy:
+    """The same by the call that `pickle()` returns."""
+    _refuse_checkpoints(checkpoints)
+    return _swap(link, worker_messages.Program("", "", None, "", _save_call(link, pickle())))
 
 
-def _swap(link: DriverLink, program: worker_messages.Program) -> requests.SwapOutcome:
+def _refuse_checkpoints(checkpoints: CheckpointPlan) -> None:
+    if checkpoints is not None:
+        raise UsageError("a new program goes on with the checkpoints of the job: leave out checkpoint.")
+
+
+def _swap(link: DriverLink, program: worker_messages.Program) -> JobCopy:
     """JobError if the new program ends before its first commit; the old one goes on. UsageError if no job trains."""
     waits_for = "the new program to make its first commit"
     try:
@@ -58,7 +64,9 @@ def _swap(link: DriverLink, program: worker_messages.Program) -> requests.SwapOu
     if outcome.error:
         text = f"the old program of {outcome.job} goes on, as the new one failed: {outcome.error}"
         raise JobError(text, rank=outcome.rank, worker=outcome.worker, remote_traceback=outcome.traceback)
-    return outcome
+    for note in outcome.notes:
+        print(f"{outcome.job}: {note}.")
+    return link.running().jobs[outcome.job]
 
 
 def submit(link: DriverLink, request: requests.Submit | requests.SubmitScript) -> JobCopy:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.messages import Pushed
 
 
 class Command(Struct, frozen=True, tag=True):
@@ -91,6 +92,7 @@ class RunSetup(Command):
     worker: WorkerId
     version: int
     source: str
+    pushed: Pushed | None = None  # values that the worker takes instead
 
 
 class RunProgram(Command):

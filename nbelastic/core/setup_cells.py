@@ -38,7 +38,7 @@ def submit(cluster: ClusterState, event: ev.SetupSubmitted, now: float, out: Com
     """Try a cell on the workers that are ready, and on those on which an earlier version of it failed."""
     if cluster.stopping or cluster.active or cluster.trial is not None:
         return cluster  # the caller notices that no trial has begun
-    cell = SetupCell(event.key, event.source, event.version)
+    cell = SetupCell(event.key, event.source, event.version, event.pushed)
     ready = [w for w, worker in cluster.workers.items() if worker.state is WorkerState.READY and not worker.job]
     failed = [w for w, worker in cluster.workers.items() if worker.failed_cell and worker.state is WorkerState.FAILED]
     chosen = ready + [w for w in failed if not ready or cluster.workers[w].failed_cell == event.key]
@@ -135,7 +135,7 @@ def fail_worker(cluster: ClusterState, w: WorkerId, reason: str) -> ClusterState
 
 
 def _run(cluster: ClusterState, w: WorkerId, cell: SetupCell, now: float, out: Commands) -> ClusterState:
-    out.append(cmd.RunSetup(w, cell.version, cell.source))
+    out.append(cmd.RunSetup(w, cell.version, cell.source, cell.pushed))
     worker = replace(cluster.workers[w], state=WorkerState.STARTING, failed_cell="", reason="")
     worker = replace(worker, running_cell=cell.version, cell_since=now)
     trial = cluster.trial
@@ -191,9 +191,24 @@ def _judge(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 def _with(cells: tuple[SetupCell, ...], new: SetupCell) -> tuple[SetupCell, ...]:
     """The cells with a new one: in the place of that with the same key or source, else at the end."""
+    if new.pushed is not None:
+        return _with_pushed(cells, new, frozenset(new.pushed.names))
     old = next((cell for cell in cells if cell.key == new.key), None)
     old = old or next((cell for cell in cells if cell.source == new.source), None)
     return (*cells, new) if old is None else tuple(new if cell is old else cell for cell in cells)
+
+
+def _with_pushed(cells: tuple[SetupCell, ...], new: SetupCell, names: frozenset[str]) -> tuple[SetupCell, ...]:
+    """The cells with newly pushed values, in the place of the first values that they replace.
+
+    At the end, if values in between have some of the same names: a new worker takes the newest ones last.
+    """
+    replaced = [cell for cell in cells if cell.pushed is not None and names.issuperset(cell.pushed.names)]
+    rest = tuple(cell for cell in cells if cell not in replaced)
+    place = cells.index(replaced[0]) if replaced else len(rest)
+    if any(cell.pushed is not None and not names.isdisjoint(cell.pushed.names) for cell in rest[place:]):
+        place = len(rest)
+    return (*rest[:place], new, *rest[place:])
 
 
 def _catch_up(cluster: ClusterState, now: float, out: Commands, *, but: Collection[WorkerId] = ()) -> ClusterState:

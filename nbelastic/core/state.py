@@ -17,6 +17,7 @@ from nbelastic.core.script_group import Group
 from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.events import PositionReported, ProgramEnded, WorkerSucceeded
 from nbelastic.protocol.ids import Gpu, HostSpec, Interface, WorkerId
+from nbelastic.protocol.messages import Pushed
 from nbelastic.protocol.script_events import NodeReady
 
 WorkerSet = Literal["awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects", "hung"]
@@ -149,6 +150,7 @@ class SetupCell(Struct, frozen=True):
     key: str
     source: str
     version: int
+    pushed: Pushed | None = None  # values that the worker takes instead; then `source` only describes them
 
 
 class SetupTrial(Struct, frozen=True):

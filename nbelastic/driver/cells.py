@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, WorkerState
+from nbelastic.driver.agents import Agents
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.workers import Workers
 from nbelastic.errors import UsageError
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.requests import CellOutput, CommitOutput, ExecuteAtCommit, OnPiece, Piece, cell_output
+from nbelastic.system import pickling
 
 JOB_ENDED = "the training has ended"
+T = TypeVar("T")
 UNFINISHED = "the cell did not end: a worker died, or the cell did not come to its end in time. The training goes on."
 
 
 class _AtCommit:
     """A cell that runs at a commit, or will."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, pull: cell_messages.Pull | None = None) -> None:
         self.source = source
+        self.pull = pull
         self.ranks: dict[WorkerId, int] = {}  # of the workers that run it
-        self.results: dict[WorkerId, worker_messages.CellResult] = {}
+        self.results: dict[WorkerId, cell_messages.CellResult] = {}
 
     def output(self, w: WorkerId) -> CommitOutput:
         """What the cell has printed on this worker; an error if it has not ended there."""
@@ -42,10 +51,12 @@ class _AtCommit:
 class Cells:
     """Lives in the driver's thread; `post` puts events into its inbox."""
 
-    def __init__(self, workers: Workers, pending: Pending, post: Callable[[ev.Event], None]) -> None:
-        self._workers, self._pending, self._post = workers, pending, post
+    def __init__(self, workers: Workers, agents: Agents, pending: Pending, post: Callable[[ev.Event], None]) -> None:
+        self._workers, self._agents, self._pending, self._post = workers, agents, pending, post
+        self._kept_values: set[Path] = set()  # files of pushed values, when they were last looked for
+        self._pushed: dict[str, messages.Pushed] = {}  # that workers of other machines fetch, by key
         self._callbacks: dict[
-            tuple[WorkerId, int], Callable[[worker_messages.CellResult], None]
+            tuple[WorkerId, int], Callable[[cell_messages.CellResult], None]
         ] = {}  # of cells without a result
         self._on_piece: dict[int, OnPiece] = {}  # by cell, while a client waits for it
         self._numbers = itertools.count(time.time_ns())  # unique among all drivers of the cluster
@@ -71,7 +82,7 @@ class Cells:
 
         for w in asked:
 
-            def on_result(result: worker_messages.CellResult, w: WorkerId = w) -> None:
+            def on_result(result: cell_messages.CellResult, w: WorkerId = w) -> None:
                 answers[w] = cell_output(result)
                 self._pending.check_and_publish()
 
@@ -91,12 +102,12 @@ class Cells:
         def end(results: Future[list[CellOutput]]) -> None:
             self._on_piece.pop(number, None)
             if results.cancelled():
-                self._workers.send(running(), worker_messages.InterruptCell(number))
+                self._workers.send(running(), cell_messages.InterruptCell(number))
 
         self._on_piece[number] = on_piece
         results.add_done_callback(end)
 
-    def receive_piece(self, piece: worker_messages.CellPiece) -> None:
+    def receive_piece(self, piece: cell_messages.CellPiece) -> None:
         """Take what a cell has just printed. Pieces that no client waits for are dropped."""
         on_piece = self._on_piece.get(piece.number)
         if on_piece is not None:
@@ -104,43 +115,93 @@ class Cells:
 
     def execute_at_commit(self, request: ExecuteAtCommit, results: Future[list[CommitOutput]]) -> None:
         """Run a cell at the next commit; resolve `results` when it has ended on all its ranks. If they are cancelled, so is it."""
-        number = next(self._numbers)
-        run = self._at_commit[number] = _AtCommit(request.source)
 
-        def collect(cluster: ClusterState) -> list[CommitOutput] | None:
-            if any(cell.number == number for cell in cluster.halt.cells):
-                return None
+        def collect(cluster: ClusterState, run: _AtCommit) -> list[CommitOutput]:
             if not run.ranks:
                 trains = cluster.active is not None and not cluster.active.succeeded
                 reason = f"there is no such rank: the world has {len(cluster.members)}" if trains else JOB_ENDED
                 raise UsageError(f"the cell did not run: {reason}.")
             return [run.output(w) for w in run.ranks]
 
-        def forget(results: Future[list[CommitOutput]]) -> None:
+        self._submit_at_commit(_AtCommit(request.source), request.ranks, request.limit, results, collect)
+
+    def pull_at_commit(
+        self, pull: cell_messages.Pull, limit: float, results: Future[list[cell_messages.CellResult]]
+    ) -> None:
+        """Have rank 0 send its state at the next commit. `results` is empty if it did not: the training ended, or broke."""
+
+        def collect(_: ClusterState, run: _AtCommit) -> list[cell_messages.CellResult]:
+            return list(run.results.values())
+
+        self._submit_at_commit(_AtCommit("", pull), (0,), limit, results, collect)
+
+    def _submit_at_commit(
+        self,
+        run: _AtCommit,
+        ranks: tuple[int, ...],
+        limit: float,
+        results: Future[T],
+        collect: Callable[[ClusterState, _AtCommit], T],
+    ) -> None:
+        """Resolve `results` with what `collect` returns when the cell has ended, or will not run."""
+        number = next(self._numbers)
+        self._at_commit[number] = run
+
+        def collect_at_end(cluster: ClusterState) -> T | None:
+            return None if any(cell.number == number for cell in cluster.halt.cells) else collect(cluster, run)
+
+        def forget(results: Future[T]) -> None:
             self._at_commit.pop(number, None)
             if results.cancelled():
                 self._post(ev.CommitCellCancelled(number))
 
         results.add_done_callback(forget)
-        self._pending.resolve_after(ev.CommitCellSubmitted(number, request.ranks, request.limit), results, collect)
+        self._pending.resolve_after(ev.CommitCellSubmitted(number, ranks, limit), results, collect_at_end)
 
     def run_at_commit(self, command: cmd.RunCommitCell, members: Sequence[WorkerId]) -> None:
         """The members stand still: run this cell on those of the command, and post its ends."""
         # If no client waits for it any more, its cancellation follows.
         run = self._at_commit.get(command.number, _AtCommit(""))
         run.ranks = {w: members.index(w) for w in command.workers}
-        cell = worker_messages.CommitCell(
+        cell = cell_messages.CommitCell(
             command.generation, command.number, run.source, command.limit, command.everywhere
         )
         for w in command.workers:
             self._callbacks[w, command.number] = partial(self._on_commit_cell_ended, run)
-            self._workers.send((w,), cell)
+            self._workers.send((w,), replace(cell, pull=self._pull_on(w, run.pull)))
 
-    def _on_commit_cell_ended(self, run: _AtCommit, result: worker_messages.CellResult) -> None:
+    def _on_commit_cell_ended(self, run: _AtCommit, result: cell_messages.CellResult) -> None:
         run.results[result.worker] = result
         self._post(ev.CommitCellEnded(result.worker, result.number, result.begun, result.changed))
 
-    def try_setup(self, key: str, source: str, results: Future[list[CellOutput]], on_piece: OnPiece) -> None:
+    def pull_kept(self, w: WorkerId, pull: cell_messages.Pull, results: Future[list[cell_messages.CellResult]]) -> None:
+        """Have a worker send the state that it holds after its job's end. `results` is empty if the worker is lost."""
+        answers: list[cell_messages.CellResult] = []
+
+        def on_result(result: cell_messages.CellResult) -> None:
+            answers.append(result)
+            self._pending.check_and_publish()
+
+        def collect(cluster: ClusterState) -> list[cell_messages.CellResult] | None:
+            return answers if answers or w not in cluster.workers else None
+
+        number = next(self._numbers)
+        self._callbacks[w, number] = on_result
+        self._workers.send((w,), cell_messages.Cell(number, "", pull=self._pull_on(w, pull)))
+        self._pending.resolve(self._pending.track(results), collect)
+
+    def _pull_on(self, w: WorkerId, pull: cell_messages.Pull | None) -> cell_messages.Pull | None:
+        """Another machine sees no folder of this one."""
+        return pull if pull is None or self._agents.has_local_agent(w.host) else replace(pull, folder="")
+
+    def try_setup(
+        self,
+        key: str,
+        source: str,
+        results: Future[list[CellOutput]],
+        on_piece: OnPiece,
+        pushed: messages.Pushed | None = None,
+    ) -> None:
         """Try a setup cell; resolve `results` when its trial is over. They fail with UsageError if it cannot begin.
 
         If `results` are cancelled, the cell is interrupted.
@@ -163,19 +224,42 @@ class Cells:
 
         results.add_done_callback(lambda _: self._setup_results.pop(version, None))
         self._pass_pieces(version, results, on_piece, lambda: tried - answers.keys())
-        self._pending.resolve_after(ev.SetupSubmitted(key, source, version), results, collect)
+        self._pending.resolve_after(ev.SetupSubmitted(key, source, version, pushed), results, collect)
 
-    def run_setup(self, w: WorkerId, version: int, source: str) -> None:
+    def run_setup(self, command: cmd.RunSetup) -> None:
         """Run a setup cell on one worker, and post its end."""
+        w, version, pushed = command.worker, command.version, command.pushed
 
-        def on_result(result: worker_messages.CellResult) -> None:
+        def on_result(result: cell_messages.CellResult) -> None:
             if version in self._setup_results:
                 self._setup_results[version][w] = cell_output(result)
             self._post(ev.SetupEnded(w, version, result.error))
 
-        self._execute(w, source, on_result, version)
+        if pushed is not None and not self._agents.has_local_agent(w.host):
+            self._pushed[cell_messages.push_key(version)] = pushed
+            pushed = replace(pushed, values=replace(pushed.values, path=""))
+        self._execute(w, command.source, on_result, version, pushed)
 
-    def receive_result(self, result: worker_messages.CellResult) -> None:
+    def send_pushed(self, fetch: worker_messages.FetchCall) -> bool:
+        """Send the next pieces of pushed values. False if `fetch` is for something else."""
+        pushed = self._pushed.get(fetch.job)
+        if pushed is None:
+            return False
+        with contextlib.suppress(OSError):  # newer values have replaced them
+            for offset, data in pickling.pieces(pickling.mapped(Path(pushed.values.path)), fetch.offset):
+                self._workers.send((fetch.worker,), worker_messages.CallPiece(fetch.job, offset, data))
+        return True
+
+    def remove_unused_values(self, cluster: ClusterState, *new: Path) -> None:
+        """Remove the files of pushed values, `new` ones included, that no later worker will get."""
+        cells = [*cluster.setup, *([cluster.trial.cell] if cluster.trial is not None else [])]
+        used = {Path(cell.pushed.values.path) for cell in cells if cell.pushed is not None}
+        for path in self._kept_values.union(new) - used:
+            path.unlink(missing_ok=True)
+        self._kept_values = used
+        self._pushed = {key: pushed for key, pushed in self._pushed.items() if Path(pushed.values.path) in used}
+
+    def receive_result(self, result: cell_messages.CellResult) -> None:
         """Take what a cell has printed, and its error. Results of an earlier driver's cells are dropped."""
         on_result = self._callbacks.pop((result.worker, result.number), None)
         if on_result is not None:
@@ -191,12 +275,13 @@ class Cells:
         self,
         w: WorkerId,
         source: str,
-        on_result: Callable[[worker_messages.CellResult], None],
+        on_result: Callable[[cell_messages.CellResult], None],
         number: int,
+        pushed: messages.Pushed | None = None,
     ) -> None:
         """Run a cell on one worker. `on_result` is called in this thread, unless the worker is lost before."""
         self._callbacks[w, number] = on_result
-        self._workers.send((w,), worker_messages.Cell(number, source))
+        self._workers.send((w,), cell_messages.Cell(number, source, pushed))
 
 
 def _in_order(workers: Iterable[WorkerId], answers: Mapping[WorkerId, CellOutput]) -> list[CellOutput]:

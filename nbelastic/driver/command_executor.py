@@ -15,7 +15,7 @@ from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.workers import Workers
-from nbelastic.protocol import agent_messages, messages, worker_messages
+from nbelastic.protocol import agent_messages, cell_messages, messages, worker_messages
 from nbelastic.protocol.rank_layout import ranges
 
 GenerationCommand = (
@@ -50,12 +50,12 @@ class CommandExecutor:
         match command:
             case cmd.StartAgent() | cmd.StopAgent() | cmd.StartWorker() | cmd.StopWorker():
                 self._agents.execute(command, self._job_log_dir())
-            case cmd.RunSetup(worker=w, version=version, source=source):
-                self._cells.run_setup(w, version, source)
+            case cmd.RunSetup():
+                self._cells.run_setup(command)
             case cmd.RunCommitCell():
                 self._cells.run_at_commit(command, self._cluster().members)
             case cmd.InterruptCell(number=number, workers=workers):
-                send(workers, worker_messages.InterruptCell(number))
+                send(workers, cell_messages.InterruptCell(number))
             case cmd.RunProgram(worker=w, job=job):
                 self._jobs.run_program(w, job)
             case cmd.TryProgram():

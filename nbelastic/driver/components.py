@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,12 @@ from nbelastic.driver.received_messages import ReceivedMessages
 from nbelastic.driver.request_answers import RequestAnswers
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.state_pulls import StatePulls
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.transport.keys import Keys
@@ -79,6 +81,7 @@ class Components:
             workers=self.workers,
             cells=self.cells,
             jobs=self.jobs,
+            state_pulls=self.state_pulls,
             telemetry=shared.telemetry,
             pending=shared.pending,
             discoveries=self.discoveries,
@@ -103,7 +106,7 @@ class Components:
             save=shared.save,
         )
         self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
-        self.cells = Cells(self.workers, shared.pending, shared.post)
+        self.cells = Cells(self.workers, self.agents, shared.pending, shared.post)
         self.liveness = Liveness(
             shared.settings,
             self.agents,
@@ -144,6 +147,21 @@ class Components:
             release_values=shared.release_values,
             submitted=submitted,
         )
+        self.state_pulls = StatePulls(
+            shared.settings.run_folder / "states",
+            cluster=shared.cluster,
+            cells=self.cells,
+            jobs=self.jobs,
+            workers=self.workers,
+            pending=shared.pending,
+        )
+
+    def forget(self, lost: Collection[WorkerId]) -> None:
+        """These workers are lost: expect nothing of them."""
+        self.jobs.results.forget(lost)
+        self.state_pulls.forget(lost)
+        self.cells.forget(lost)
+        self.workers.forget(lost)
 
     def _build_message_handling(self, shared: Shared, reports: TakeoverReports | None) -> None:
         self.executor = CommandExecutor(
@@ -165,6 +183,7 @@ class Components:
             workers=self.workers,
             cells=self.cells,
             jobs=self.jobs,
+            state_pulls=self.state_pulls,
             scripts=self.scripts,
             telemetry=shared.telemetry,
             snapshot_writer=shared.snapshot_writer,

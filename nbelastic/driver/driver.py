@@ -306,9 +306,7 @@ class Driver:
             self._components.workers.send(self.cluster.members, worker_messages.AllowPeers(addresses))
         if self.cluster.removed_workers != before.removed_workers:
             lost = before.workers.keys() - self.cluster.workers.keys()
-            self.jobs.results.forget(lost)
-            self._components.cells.forget(lost)
-            self._components.workers.forget(lost)
+            self._components.forget(lost)
         self._decisions.set_deadline_timer(now)
         self._pending.on_decision(event)
         self.save()

@@ -15,10 +15,11 @@ from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.liveness import StallDetector
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.state_pulls import StatePulls
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.driver.telemetry import Telemetry, numbers
 from nbelastic.driver.workers import Workers
-from nbelastic.protocol import agent_messages, messages, worker_messages
+from nbelastic.protocol import agent_messages, cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
@@ -41,6 +42,7 @@ class ReceivedMessages:
         workers: Workers,
         cells: Cells,
         jobs: Jobs,
+        state_pulls: StatePulls,
         scripts: Scripts,
         telemetry: Telemetry,
         snapshot_writer: SnapshotWriter,
@@ -54,6 +56,7 @@ class ReceivedMessages:
     ) -> None:
         self._cluster, self._clock, self._server = cluster, clock, server
         self._agents, self._workers, self._cells, self._jobs, self._scripts = agents, workers, cells, jobs, scripts
+        self._state_pulls = state_pulls
         self._telemetry, self._snapshot_writer, self._event_log = telemetry, snapshot_writer, event_log
         self._stall_detector = stall_detector
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
@@ -105,6 +108,8 @@ class ReceivedMessages:
                 self._handle_worker_hello(message)
             case worker_messages.WorkerProgress():
                 self._handle_progress(message)
+            case worker_messages.FetchCall() if self._cells.send_pushed(message):
+                pass
             case (
                 worker_messages.ProgramResult()
                 | worker_messages.SwapReport()
@@ -112,13 +117,13 @@ class ReceivedMessages:
                 | worker_messages.FetchCall()
             ):
                 self._jobs.receive(message)
+                if isinstance(message, worker_messages.ResultPiece):
+                    self._state_pulls.receive_piece(message)
             case messages.WorkerOutput():
                 self._jobs.receive(message)
                 self._publish()
-            case worker_messages.CellResult():
-                self._cells.receive_result(message)
-            case worker_messages.CellPiece():
-                self._cells.receive_piece(message)
+            case cell_messages.CellResult() | cell_messages.CellPiece() | cell_messages.StatePulled():
+                self._handle_cell_message(message)
             case worker_messages.StackShown(worker=w):
                 if w in self._cluster().workers:
                     self._telemetry.stacks[w] = message
@@ -129,6 +134,17 @@ class ReceivedMessages:
                 self._post(message)
             case _:
                 raise TypeError(f"{peer} has sent {type(message).__name__}, which the driver does not know")
+
+    def _handle_cell_message(
+        self, message: cell_messages.CellResult | cell_messages.CellPiece | cell_messages.StatePulled
+    ) -> None:
+        match message:
+            case cell_messages.CellResult():
+                self._cells.receive_result(message)
+            case cell_messages.CellPiece():
+                self._cells.receive_piece(message)
+            case cell_messages.StatePulled():
+                self._state_pulls.receive(message)
 
     def _handle_agent_hello(self, message: agent_messages.AgentHello) -> None:
         host, problem = message.host, versions.difference(message.versions, versions.installed())

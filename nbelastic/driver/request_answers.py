@@ -21,6 +21,7 @@ from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.stack_dumps import collect_stack_dumps
+from nbelastic.driver.state_pulls import StatePulls
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
 from nbelastic.errors import HostError, UsageError
@@ -29,6 +30,7 @@ from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
+from nbelastic.system.private_files import make_private
 
 
 def ready_workers(cluster: ClusterState) -> int:
@@ -62,6 +64,7 @@ class RequestAnswers:
         workers: Workers,
         cells: Cells,
         jobs: Jobs,
+        state_pulls: StatePulls,
         telemetry: Telemetry,
         pending: Pending,
         discoveries: Discoveries,
@@ -75,6 +78,7 @@ class RequestAnswers:
         self._cells, self._jobs, self._telemetry, self._pending = cells, jobs, telemetry, pending
         self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
+        self._state_pulls, self._pushed_values = state_pulls, settings.run_folder / "pushed"
 
     def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
         """Resolve `future`, now or later, after calls of `on_piece`. Raises the error of an invalid request."""
@@ -93,8 +97,10 @@ class RequestAnswers:
                     future.set_result(True)
             case r.ExecuteAtCommit() | r.Swap() | r.Pause() | r.Step():
                 self._answer_about_halts(request, future)
-            case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
+            case r.Execute() | r.ExecuteSetup() | r.ClearSetup() | r.Push():
                 self._answer_about_cells(request, future, on_piece)
+            case r.PullState():
+                self._state_pulls.pull(request, future)
             case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Resume() | r.DashboardAction():
                 self._answer_about_changes(request, future)
             case r.ShowStacks(timeout=timeout):
@@ -125,21 +131,40 @@ class RequestAnswers:
         self._pending.resolve_after(event, future, lambda _: True)
 
     def _answer_about_cells(
-        self, request: r.Execute | r.ExecuteSetup | r.ClearSetup, future: Future[Any], on_piece: r.OnPiece
+        self, request: r.Execute | r.ExecuteSetup | r.ClearSetup | r.Push, future: Future[Any], on_piece: r.OnPiece
     ) -> None:
         cluster = self._cluster()
-        if not isinstance(request, r.ClearSetup) and self._jobs.present:
+        if isinstance(request, r.Execute | r.ExecuteSetup) and self._jobs.present:
             raise UsageError(f"{self._jobs.present} is running: cells run between jobs.")
         match request:
             case r.Execute(source=source):
                 self._cells.execute_on_all(cluster, source, future, on_piece)
             case r.ExecuteSetup(key=key, source=source):
                 self._cells.try_setup(key, source, future, on_piece)
+            case r.Push(pushed=pushed):
+                r.refuse_push(self._jobs.present)
+                self._push(pushed, future)
             case r.ClearSetup(key=key):
                 known = [cell.key for cell in cluster.setup]
                 if key and key not in known:
                     raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
                 self._answer_after(ev.SetupCleared(key), future)
+                future.add_done_callback(lambda _: self._cells.remove_unused_values(self._cluster()))
+
+    def _push(self, pushed: messages.Pushed, future: Future[Any]) -> None:
+        """Keep the file of the values, and set them on all workers, as a setup cell."""
+        path, size = Path(pushed.values.path), pushed.values.size
+        self._cells.remove_unused_values(self._cluster())  # a new driver now knows the files of the last one
+        try:
+            make_private(self._pushed_values)
+            path = path.rename(self._pushed_values / path.name)
+        except OSError as error:
+            raise UsageError(f"the pushed values cannot be kept in {self._pushed_values}: {error.strerror}.") from None
+        pushed = replace(pushed, values=replace(pushed.values, path=str(path)))
+        names = ", ".join(pushed.names)
+        future.add_done_callback(lambda _: self._cells.remove_unused_values(self._cluster(), path))
+        source = f"# pushed: {names} ({size / 1e6:,.1f} MB)"
+        self._cells.try_setup(f"push:{names.replace(' ', '')}", source, future, r.ignore_piece, pushed)
 
     def _answer_about_halts(self, request: r.ExecuteAtCommit | r.Swap | r.Pause | r.Step, future: Future[Any]) -> None:
         """Answer when the cell has ended, the program was replaced, or all ranks stand still. A script makes no commits that the driver knows of."""

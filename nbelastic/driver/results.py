@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -54,6 +56,10 @@ class Results:
         elif value.path:
             done(self._in_file(result, value))
         else:
+            why = self._no_space(result, value.size)
+            if why:
+                done(Outcome(why))
+                return
             self._fetches[result.worker] = _Fetch(result.job, value.size, bytearray(), done)
             self._send(result.worker, worker_messages.FetchResult(result.job, 0))
 
@@ -91,18 +97,31 @@ class Results:
         received = len(fetch.data)
         if received >= fetch.size:
             del self._fetches[piece.worker]
-            fetch.done(Outcome(value=self._store(piece.worker, fetch)))
+            fetch.done(self._store(piece.worker, fetch))
         elif received % (pickling.PIECES * pickling.PIECE) == 0:
             self._send(piece.worker, worker_messages.FetchResult(fetch.job, received))
 
-    def _store(self, w: WorkerId, fetch: _Fetch) -> messages.Blob:
-        """Write a long value to a file, which clients map. It stays in memory if it is short or the disk is full."""
+    def _no_space(self, result: worker_messages.ProgramResult, size: int) -> str:
+        """Why a value need not be fetched: the disk has no space for it, and it is too large to keep in memory."""
+        with suppress(OSError):
+            if size > max(pickling.IN_MEMORY, shutil.disk_usage(self._folder.parent).free):
+                why = os.strerror(errno.ENOSPC)
+                return pickling.no_space(f"the result of {result.worker}", size, self._folder, why)
+        return ""
+
+    def _store(self, w: WorkerId, fetch: _Fetch) -> Outcome:
+        """Write a long value to a file, which clients map. If the disk is full, it stays in memory or is an error."""
         path = self.folder(fetch.job) / str(w).replace("/", "-")
         if fetch.size > pickling.INLINE:
-            with suppress(OSError):
+            try:
                 replace_private(path, [memoryview(fetch.data)])
-                return messages.Blob(fetch.size, path=str(path))
-        return messages.Blob(fetch.size, bytes(fetch.data))
+                return Outcome(value=messages.Blob(fetch.size, path=str(path)))
+            except OSError as error:
+                if fetch.size > pickling.IN_MEMORY:
+                    return Outcome(
+                        pickling.no_space(f"the result of {w}", fetch.size, path.parent, error.strerror or str(error))
+                    )
+        return Outcome(value=messages.Blob(fetch.size, bytes(fetch.data)))
 
     def is_fetching(self, workers: Iterable[WorkerId]) -> bool:
         """Whether a value of one of these workers is being fetched."""

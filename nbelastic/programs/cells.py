@@ -18,7 +18,7 @@ from IPython.core.getipython import get_ipython
 from msgspec.structs import replace
 
 from nbelastic.programs.cell_interrupts import CellInterrupts
-from nbelastic.protocol import worker_messages
+from nbelastic.protocol import cell_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.cell_pieces import shortened
 from nbelastic.worker.output_buffer import OutputStream, printable
@@ -33,10 +33,10 @@ _RULE = re.compile(r"\A-+\n")
 
 async def run(
     worker: WorkerId,
-    cell: worker_messages.Cell,
+    cell: cell_messages.Cell,
     put: Callable[[int, str, str], object],
     interrupts: CellInterrupts,
-) -> worker_messages.CellResult:
+) -> cell_messages.CellResult:
     """Run the cell, which may use `await` outside of functions, and `put` all that it prints and displays at once.
 
     `put(number, kind, text)` takes a `CellPiece`. An interrupt raises KeyboardInterrupt in the cell.
@@ -54,7 +54,7 @@ async def run(
 
 def run_at_commit(
     worker: WorkerId, number: int, source: str, limited: AbstractContextManager[None]
-) -> worker_messages.CellResult:
+) -> cell_messages.CellResult:
     """Run the cell in the main thread, in the middle of a program. Also returns what it displays, and its last value.
 
     `limited` may raise while the user's code runs inside it.
@@ -95,12 +95,12 @@ def _collected_output(put: Callable[[str, str], object] = lambda *_: None) -> It
 
 def _result(
     worker: WorkerId, number: int, output: tuple[list[str], list[str]], error: str, traceback: str
-) -> worker_messages.CellResult:
+) -> cell_messages.CellResult:
     out, err = map("".join, output)
-    return worker_messages.CellResult(worker, number, _end(out), _end(err), _end(error), _end(traceback))
+    return cell_messages.CellResult(worker, number, _end(out), _end(err), _end(error), _end(traceback))
 
 
-async def _run(shell: Any, cell: worker_messages.Cell, interrupts: CellInterrupts) -> Any:
+async def _run(shell: Any, cell: cell_messages.Cell, interrupts: CellInterrupts) -> Any:
     """IPython's result of the cell."""
     source, before = cell.source, None
     try:

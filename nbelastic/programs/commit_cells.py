@@ -19,9 +19,9 @@ from IPython.core.getipython import get_ipython
 from msgspec.structs import replace
 
 from nbelastic.errors import StateError, UsageError
-from nbelastic.programs import cells
+from nbelastic.programs import cells, state_pull
 from nbelastic.programs.cell_interrupts import CellInterrupts
-from nbelastic.protocol import worker_messages
+from nbelastic.protocol import cell_messages
 from nbelastic.state import rng
 from nbelastic.state.state import State
 from nbelastic.state.tensor_snapshot import hashes
@@ -46,8 +46,10 @@ class CommitCells:
         self._unaccepted = 0  # generation whose last cell may have changed the state on all ranks
         self._interrupts = CellInterrupts()
 
-    def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
-        """Run the cell. Its error ends nothing."""
+    def run(self, cell: cell_messages.CommitCell) -> cell_messages.CellResult:
+        """Run the cell, or send the state. An error of it ends nothing."""
+        if cell.pull is not None:
+            return state_pull.pull(self._session, cell.number, cell.pull, self._state)
         state, begun = self._state, world_collectives()
         exact = not cell.everywhere or state._is_quickly_hashed()
         random, mark, before = rng.get_states(), state._mark(exact=exact), state._small_values()
@@ -79,7 +81,7 @@ class CommitCells:
         """In any thread: interrupt this cell, if it runs."""
         self._interrupts.interrupt(number)
 
-    def _time_limit(self, cell: worker_messages.CommitCell) -> contextlib.AbstractContextManager[None]:
+    def _time_limit(self, cell: cell_messages.CommitCell) -> contextlib.AbstractContextManager[None]:
         """Raise CellTimeoutError in the cell at its limit. A call that Python cannot interrupt is up to the driver."""
 
         def end(requested: bool) -> NoReturn:

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from IPython.core.getipython import get_ipython
 
 from nbelastic.errors import JobStoppedError
-from nbelastic.programs import cells
+from nbelastic.programs import cells, state_pull
 from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.programs.elastic import frameworks
 from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
-from nbelastic.protocol import messages, worker_messages
+from nbelastic.programs.undefined_names import refuse_undefined_names
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
 from nbelastic.system.private_files import replace_private
@@ -69,7 +70,7 @@ class Runner:
             self._pieces.put(message)  # the main thread waits for it outside the event loop
         elif isinstance(message, worker_messages.KeepProgram):
             self._session.programs.interrupt(message.number)
-        elif isinstance(message, worker_messages.InterruptCell):  # now: the event loop waits for the cell
+        elif isinstance(message, cell_messages.InterruptCell):  # now: the event loop waits for the cell
             self._interrupts.interrupt(message.number)
         else:
             self._loop.call_soon_threadsafe(self._requests.put_nowait, message)
@@ -95,28 +96,46 @@ class Runner:
                             b"",
                         )
                     self._session.program_ended(result, value)
-                case worker_messages.Cell() as cell:
-                    session = self._session
-                    session.cell_ended(await cells.run(session.worker, cell, session.cell_pieces.put, self._interrupts))
+                case cell_messages.Cell(pull=cell_messages.Pull() as pull, number=number):
+                    self._session.link.send(state_pull.pull_kept(self._session, number, pull))
+                case cell_messages.Cell() as cell:
+                    await self._run_cell(cell)
+
+    async def _run_cell(self, cell: cell_messages.Cell) -> None:
+        session = self._session
+        why = "" if cell.pushed is None else self._take_pushed(cell.number, cell.pushed)
+        if why:
+            session.cell_ended(cell_messages.CellResult(session.worker, cell.number, "", "", why, why))
+        else:
+            session.cell_ended(await cells.run(session.worker, cell, session.cell_pieces.put, self._interrupts))
+
+    def _take_pushed(self, number: int, pushed: messages.Pushed) -> str:
+        """Set the values in the namespace of cells and programs. Returns an error in one line, or nothing."""
+        names = ", ".join(pushed.names)
+        try:
+            data = self._fetch(cell_messages.push_key(number), pushed.values)
+            get_ipython().user_ns.update(pickling.unpack(data))
+        except BaseException as error:  # noqa: BLE001  (the values' own code runs here)
+            return f"{summary(error)} (while {names} arrived)"
+        return ""
 
     def _program(self, order: worker_messages.Program) -> Outcome:
         log_to(order.log_dir, str(self._session.worker))
-        call = None if order.call is None else self._fetch(order, order.call)
+        call = None if order.call is None else self._fetch(order.job, order.call, order.number)
         return _run(self._session, order, call)
 
     def run_inside(self, order: worker_messages.Program) -> Any:
         """Run a new program inside the present one, and return its value. Raises what it raises."""
-        call = None if order.call is None else self._fetch(order, order.call)
+        call = None if order.call is None else self._fetch(order.job, order.call, order.number)
         frameworks().begin()
         return _start(order, call)
 
-    def _fetch(self, order: worker_messages.Program, call: messages.Blob) -> pickling.Bytes:
+    def _fetch(self, job: str, call: messages.Blob, number: int = 0) -> pickling.Bytes:
         """The pickled call: from the message, a file, or the driver. OSError if it does not come; JobStoppedError."""
         if call.data:
             return bytearray(call.data)
         if call.path:
             return pickling.mapped(Path(call.path))
-        job, wanted = order.job, (order.job, order.number)
         while not self._pieces.empty():  # pieces of an earlier call
             self._pieces.get()
         data, at, now = bytearray(call.size), 0, time.monotonic
@@ -129,12 +148,12 @@ class Runner:
                 raise OSError(f"the program did not arrive: {at} of {call.size} bytes, none for {FETCH_TIMEOUT:g} s")
             if now() - max(requested, received) >= REPEAT or requested < 0:
                 requested = now()
-                self._session.link.send(worker_messages.FetchCall(self._session.worker, job, at, order.number))
+                self._session.link.send(worker_messages.FetchCall(self._session.worker, job, at, number))
             try:
                 piece = self._pieces.get(timeout=POLL)
             except queue.Empty:
                 continue
-            if (piece.job, piece.number) == wanted and piece.offset == at:
+            if (piece.job, piece.number) == (job, number) and piece.offset == at:
                 data[at : at + len(piece.data)] = piece.data
                 at, received = at + len(piece.data), now()
                 if at % (pickling.PIECES * pickling.PIECE) == 0:  # all requested pieces have arrived
@@ -143,26 +162,29 @@ class Runner:
 
     def _result(self, order: worker_messages.Program, outcome: Outcome) -> tuple[worker_messages.ProgramResult, bytes]:
         """The result for the driver, and a value that the driver fetches. A long value goes into a file if possible."""
-        blob, kept = None, b""
+        blob, kept, error = None, b"", outcome.error
         if outcome.value is not None:
             size = pickling.size(outcome.value)
             path = Path(order.results) / f"{str(self._session.worker).replace('/', '-')}.{order.job}"
             if size <= pickling.INLINE:
                 blob = messages.Blob(size, b"".join(outcome.value))
-            elif order.results and _write_value(path, outcome.value):
+            elif order.results and not (why := _write_value(path, outcome.value)):
                 blob = messages.Blob(size, path=str(path))
+            elif order.results and size > pickling.IN_MEMORY:
+                error = pickling.no_space("the result", size, path.parent, why)
             else:
                 blob, kept = messages.Blob(size), b"".join(outcome.value)
         worker = self._session.worker
-        return worker_messages.ProgramResult(worker, order.job, outcome.error, outcome.traceback, blob), kept
+        return worker_messages.ProgramResult(worker, order.job, error, outcome.traceback, blob), kept
 
 
-def _write_value(path: Path, value: list[memoryview]) -> bool:
+def _write_value(path: Path, value: list[memoryview]) -> str:
+    """Why the value cannot be written, if so: the driver then fetches a small one, as from another machine."""
     try:
         replace_private(path, value)
-    except OSError:  # the disk is full: the driver fetches the value, as from another machine
-        return False
-    return True
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes | None) -> Outcome:
@@ -224,6 +246,7 @@ def _redirected_output(session: Session) -> Iterator[None]:
 def _call(call: pickling.Bytes) -> Any:
     function, args, kwargs = pickling.unpack(call)
     _add_names(function, get_ipython().user_ns)
+    refuse_undefined_names(function)
     return function(*args, **kwargs)
 
 

@@ -68,6 +68,7 @@ class Swap:
         if self._shares_state and self._session.programs.on_trial:
             self._loop.state._steps.stop()
         elif not self.is_over:
+            self._session.ended_state = self._loop.state if self._session.facts.holds_state else None
             self._loop.state._contents.close_logs()
             self._loop.state.end()
 

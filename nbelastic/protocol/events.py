@@ -7,6 +7,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from nbelastic.protocol.ids import Gpu, HostSpec, Interface, WorkerId
+from nbelastic.protocol.messages import Pushed
 
 
 class Event(Struct, frozen=True, tag=True):
@@ -62,11 +63,15 @@ class RestartRequested(Event):
 
 
 class SetupSubmitted(Event):
-    """Client → core: run a setup cell. It replaces the cell with the same `key`. `version` is unique among all cells."""
+    """Client → core: run a setup cell. It replaces the cell with the same `key`. `version` is unique among all cells.
+
+    With `pushed`, each worker takes these values instead of running the cell.
+    """
 
     key: str
     source: str
     version: int
+    pushed: Pushed | None = None
 
 
 class CommitCellSubmitted(Event):

@@ -35,6 +35,13 @@ class Blob(Struct, frozen=True):
     path: str = ""
 
 
+class Pushed(Struct, frozen=True):
+    """Values that a client has packed as a dict, for the namespaces of all workers. `names`: its keys."""
+
+    names: tuple[str, ...]
+    values: Blob
+
+
 class WorkerOutput(Message):
     """Worker, node → driver: the program of `job` has written `text` to `stream` ("out" or "err").
 

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from nbelastic.errors import UsageError
-from nbelastic.protocol import agent_messages, worker_messages
+from nbelastic.protocol import agent_messages, cell_messages, messages, worker_messages
 from nbelastic.protocol.host_sources import Source
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import Terms
@@ -92,6 +92,22 @@ class ExecuteSetup(Request):
     source: str
 
 
+class Push(Request):
+    """Set these values in the namespace of every worker, also of later ones. Answer as for `Execute`."""
+
+    pushed: messages.Pushed
+
+
+class PullState(Request):
+    """Answer with a `Blob` of the job's training state: a packed dict of values by name, or with `name` this value alone.
+
+    Of a running job: as it is at the next commit. Of the last job: as its workers still hold it. The client removes the file.
+    """
+
+    job: str
+    name: str = ""
+
+
 class ExecuteAtCommit(Request):
     """Run a cell at the next commit of the present job, on these ranks (empty: on all). Answer with a list of `CommitOutput`.
 
@@ -139,7 +155,7 @@ class Piece(Struct, frozen=True):
 CellOutput = tuple[str, str, str, str | None]  # worker, standard output, standard error, traceback
 
 
-def cell_output(result: worker_messages.CellResult) -> CellOutput:
+def cell_output(result: cell_messages.CellResult) -> CellOutput:
     return str(result.worker), result.stdout, result.stderr, result.traceback or None
 
 
@@ -244,6 +260,8 @@ AnyRequest = (
     | Execute
     | ExecuteSetup
     | ExecuteAtCommit
+    | Push
+    | PullState
     | Pause
     | Resume
     | Step
@@ -270,7 +288,7 @@ def ignore_piece(_: Piece) -> None:
 
 # A client sends these again to the next driver if one dies before it answers: twice has the effect of once.
 REPEATABLE = (
-    *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController),
+    *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController, PullState),
     *(AddHost, Scale, StopJob, SetDiscovery, Pause, Resume),
 )
 
@@ -278,6 +296,8 @@ ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is te
     WaitForWorld: Status,
     Execute: list[CellOutput],
     ExecuteSetup: list[CellOutput],
+    Push: list[CellOutput],
+    PullState: messages.Blob,
     ExecuteAtCommit: list[CommitOutput],
     Swap: SwapOutcome,
     ShowStacks: list[WorkerStack],
@@ -289,6 +309,15 @@ def refuse_second_job(present: str) -> None:
     """UsageError if the job of this name still runs; empty: there is none."""
     if present:
         raise UsageError(f"{present} is still running: wait for it or stop it first.")
+
+
+def refuse_push(present: str) -> None:
+    """UsageError if the job of this name runs."""
+    if present:
+        raise UsageError(
+            f"{present} is running: values are pushed between jobs. Change those of the running program with "
+            "%%elastic --at-commit."
+        )
 
 
 def not_saved(job: str, folder: Path, error: OSError) -> UsageError:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
+from nbelastic.protocol import cell_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.messages import Blob, Message, NewDriver, Rehome, WorkerOutput
@@ -107,36 +108,6 @@ class ProgramResult(Message):
     value: Blob | None = None
 
 
-class CellResult(Message):
-    """Worker → driver: what cell `number` has printed, and its error, as one line and with traceback; empty without one.
-
-    `displays`: MIME bundles as JSON: what the cell has displayed, and its last value. Of a cell at a commit also: how many
-    collectives it has `begun`, and a hash of what it has `changed` in the state (empty: nothing), equal on all ranks that agree.
-    """
-
-    worker: WorkerId
-    number: int
-    stdout: str
-    stderr: str
-    error: str
-    traceback: str
-    displays: tuple[str, ...] = ()
-    begun: int = 0
-    changed: str = ""
-
-
-class CellPiece(Message):
-    """Worker → driver: what cell `number` has just printed to a stream ("out" or "err"), or a "display": a MIME bundle as JSON.
-
-    Only cells between programs send pieces. Their `CellResult` follows the last piece.
-    """
-
-    worker: WorkerId
-    number: int
-    kind: str
-    text: str
-
-
 class SwapReport(Message):
     """Worker → driver: what a new program has not taken over or, with an `error`, that it has ended before its first commit."""
 
@@ -148,7 +119,9 @@ class SwapReport(Message):
 
 
 class FetchCall(Message):
-    """Worker → driver: send the pickled call of `job` from byte `offset` on. The answer is a few `CallPiece`s.
+    """Worker → driver: send the pickled call of `job`, or the values of cell `push-N`, from byte `offset` on.
+
+    The answer is a few `CallPiece`s.
 
     `number`: as in `Program`.
     """
@@ -205,32 +178,6 @@ class NewProgram(Message):
 
 class KeepProgram(Message):
     """Driver → worker: the job's program has this number. Keep it if you try it; return to it if you try another one."""
-
-    number: int
-
-
-class Cell(Message):
-    """Driver → worker: run this cell between programs."""
-
-    number: int
-    source: str
-
-
-class CommitCell(Message):
-    """Driver → member that stands at a commit of this generation: run this cell there, for at most `limit` seconds.
-
-    `everywhere`: all members run it, so it may change the training state.
-    """
-
-    generation: int
-    number: int
-    source: str
-    limit: float
-    everywhere: bool
-
-
-class InterruptCell(Message):
-    """Driver → worker: interrupt this cell, if it runs."""
 
     number: int
 
@@ -359,9 +306,10 @@ FromWorker = (
     | WorkerProgress
     | WorkerOutput
     | ProgramResult
-    | CellResult
-    | CellPiece
+    | cell_messages.CellResult
+    | cell_messages.CellPiece
     | SwapReport
+    | cell_messages.StatePulled
     | FetchCall
     | ResultPiece
     | StackShown
@@ -373,9 +321,9 @@ ToWorker = (
     | Program
     | NewProgram
     | KeepProgram
-    | Cell
-    | CommitCell
-    | InterruptCell
+    | cell_messages.Cell
+    | cell_messages.CommitCell
+    | cell_messages.InterruptCell
     | CallPiece
     | FetchResult
     | Formation

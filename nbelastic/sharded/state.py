@@ -71,7 +71,7 @@ class ShardedState(State):
                 raise UsageError(f"ShardedState({name}={number}): at least {least}.")
         check_small(values)
         self._copies, self._every = copies, every
-        self._small_names = frozenset(values)
+        self._small_names: frozenset[str] = frozenset(values)
         self._bound: Bound | None = None
         self._holdings = Holdings()
         self._layout: Layout | None = None  # of the bound models

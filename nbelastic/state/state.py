@@ -46,6 +46,7 @@ class State:
 
     _kept: Any = checkpoints  # has `write_kept` and `load_kept`
     _can_be_taken_over = True  # by the state of a new program
+    _small_names: frozenset[str] | None = None  # of a sharded state: the values that each rank has as a whole
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         if unnamed:

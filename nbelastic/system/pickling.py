@@ -22,6 +22,7 @@ ALIGN = 64  # bytes, for vector instructions
 LARGE = 1 << 16  # bytes; a tensor of this size or more is put beside the pickle
 INLINE = 1 << 16  # bytes; a call or result up to this size is sent within its program or result message
 PIECE, PIECES = 1 << 18, 16  # bytes per message to another machine, and messages per request for them
+IN_MEMORY = 1 << 26  # bytes; a result up to this size is kept in memory if the disk is full
 _NUMBER = struct.Struct("<Q")
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
@@ -70,6 +71,11 @@ def unpack(data: Bytes) -> Any:
             raise ValueError("this is a part of a packed value")
         at += length + -length % ALIGN
     return pickle.loads(parts[1], buffers=parts[2:])  # noqa: S301  (see above)
+
+
+def no_space(what: str, size: int, folder: Path, why: str) -> str:
+    """The error for a value that the disk has no space for."""
+    return f"OSError: {what} ({size / 1e6:,.1f} MB) cannot be saved in {folder}: {why}; free some space there, or return less"
 
 
 def mapped(path: Path) -> mmap.mmap:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 
+from nbelastic.protocol.cell_messages import CellPiece, CellResult
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.worker_messages import CellPiece, CellResult
 from nbelastic.worker.output_buffer import MAX_TEXT, printable
 
 

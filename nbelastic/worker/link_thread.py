@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
@@ -46,7 +46,7 @@ HUNG_TEXT = b"nbelastic: stuck in an aborted collective; this worker ends and is
 class CommitCells(Protocol):
     """Runs cells at commits."""
 
-    def run(self, cell: worker_messages.CommitCell) -> worker_messages.CellResult:
+    def run(self, cell: cell_messages.CommitCell) -> cell_messages.CellResult:
         """Run the cell in the main thread."""
 
     def accept(self) -> None:
@@ -116,10 +116,11 @@ class LinkThread:
             heartbeat=self._heartbeat,
         )
         self.hang = HangResponse(self._worker, self.link.send, self._end_hung, self._discard_kept)
-        # The main thread sets the next four.
+        # The main thread sets the next five.
         self.holder: StateHolder | None = None  # while an elastic function runs
         self.run: Callable[[messages.Message], object] | None = None  # takes programs and cells
         self.result_value = b""  # of the newest program, for a driver that fetches it
+        self.state_value = "", b""  # a packed training state and its key, for a driver that fetches it
         self.collectives_before = 0  # collectives of this generation that began before the training did
         self._ticked_at = 0.0
         self._error_at = 0.0  # when to look for an error of a collective again
@@ -165,7 +166,7 @@ class LinkThread:
         match message:
             case (
                 worker_messages.Program()
-                | worker_messages.Cell()
+                | cell_messages.Cell()
                 | worker_messages.CallPiece()
                 | worker_messages.KeepProgram()
             ):
@@ -181,7 +182,7 @@ class LinkThread:
                 holder, folder = self.holder, kept_state_folder(self._relay, self._worker)
                 task = partial(holder.write_kept_state, folder) if keep and holder is not None else None
                 self.hang.answer(task, self._protocol.job, time.monotonic())
-            case worker_messages.InterruptCell(number=number):
+            case cell_messages.InterruptCell(number=number):
                 if self.holder is not None:
                     self.holder.commit_cells.interrupt(number)
                 if self.run is not None:
@@ -294,6 +295,12 @@ class LinkThread:
 
     def _send_value(self, job: str, offset: int) -> None:
         result, value = self._protocol.facts.result, self.result_value
-        if result is not None and result.job == job:
-            for at, data in pickling.pieces(value, offset):
-                self.link.send(worker_messages.ResultPiece(self._worker, job, at, data))
+        key, state = self.state_value
+        if key == job:
+            value = state
+            if offset + pickling.PIECES * pickling.PIECE >= len(state):
+                self.state_value = "", b""
+        elif result is None or result.job != job:
+            return
+        for at, data in pickling.pieces(value, offset):
+            self.link.send(worker_messages.ResultPiece(self._worker, job, at, data))

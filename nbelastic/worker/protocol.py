@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.formation import Formation, formation_of
 from nbelastic.worker.telemetry import Telemetry
@@ -233,7 +233,7 @@ class Protocol:
                     self.pause_at = self.halt_at = commit
                     self.is_in_cell = False
                 return [Post(message)]
-            case worker_messages.CommitCell(generation=generation):
+            case cell_messages.CommitCell(generation=generation):
                 self.is_in_cell = generation == self.generation
                 return [Post(message)]
             case messages.Rehome():

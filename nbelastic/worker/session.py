@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from nbelastic.errors import JobStoppedError, NoWorldError
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import protocol
@@ -67,6 +67,7 @@ class Session:
         self.used = False  # an elastic function has run in this program
         self.warm_ups: list[Callable[[Any], object]] = []  # of this job's program, not called yet
         self.checkpoints: JobCheckpoints | None = None  # of this job
+        self.ended_state: Any = None  # the training state after the end of this job's elastic function
         self._refused: str = settings.get("refused", "")  # which modules the template has refused, and why
         self._relay = Path(settings["relay"])  # the folder of this host's agent
         self._protocol = protocol.Protocol(self.worker, float(settings["lease"]))
@@ -133,6 +134,7 @@ class Session:
             self._inbox.clear()
             self._protocol.begin(job, program)
         self.used = False
+        self.ended_state = None
         self.warm_ups = []
         self.checkpoints = None
         self.refuse_if_stopped(job)
@@ -153,13 +155,17 @@ class Session:
         self._link_thread.result_value = b""
         self.facts.begin(job)
 
+    def keep_state_value(self, key: str, value: bytes) -> None:
+        """Keep a packed state until the driver has fetched it."""
+        self._link_thread.state_value = key, value
+
     def program_ended(self, result: worker_messages.ProgramResult, value: bytes) -> None:
         """Send the result with the next tick, after the program's output. The driver fetches `value`."""
         self._link_thread.result_value = value
         self._protocol.program_ended(result)
         self.link.wake()
 
-    def cell_ended(self, result: worker_messages.CellResult) -> None:
+    def cell_ended(self, result: cell_messages.CellResult) -> None:
         """Send the result of a cell between programs, after what the cell has printed."""
         self.cell_pieces.end(result)
         self.link.wake()
@@ -292,7 +298,7 @@ class Session:
                 self._protocol.generation
             ):
                 raise WorldAborted
-            case worker_messages.CommitCell(generation=generation) if cells and generation == self._protocol.generation:
+            case cell_messages.CommitCell(generation=generation) if cells and generation == self._protocol.generation:
                 cells.accept()
                 self.link.send(cells.run(news))
             case worker_messages.NewProgram(program=program) if cells and program.number != self._protocol.program:

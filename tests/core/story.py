@@ -13,6 +13,7 @@ from nbelastic.core.reasons import in_words
 from nbelastic.core.state import ClusterState, Stage, WorkerState
 from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import messages
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
@@ -149,6 +150,15 @@ class Story(FakeCluster):
         """A client runs a setup cell."""
         self.versions += 1
         self.send(ev.SetupSubmitted(key, source, self.versions))
+        return self
+
+    def push(self, *names: str) -> Story:
+        """A client pushes values. Their source is the names and the number of the push, as in `x,y 3`."""
+        self.versions += 1
+        pushed = messages.Pushed(names, messages.Blob(1, path=f"/run/{self.versions}"))
+        self.send(
+            ev.SetupSubmitted(f"push:{','.join(names)}", f"{','.join(names)} {self.versions}", self.versions, pushed)
+        )
         return self
 
     def submit(self, job: str = "job") -> Story:

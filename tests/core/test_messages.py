@@ -10,7 +10,7 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Missing, Reason
-from nbelastic.protocol import agent_messages, ids, messages, node_messages, worker_messages
+from nbelastic.protocol import agent_messages, cell_messages, ids, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol import swap_events as swev
@@ -26,6 +26,8 @@ FILL = {
     str: "text ü \n",
     bytes: b"\x00\xff",
     messages.Blob | None: messages.Blob(3, b"\x00\xff\n", "/run/one"),
+    messages.Pushed | None: messages.Pushed(("data", "lr"), messages.Blob(3, path="/run/one")),
+    cell_messages.Pull | None: cell_messages.Pull("job-1", "model", "state-1", "/run/one"),
     tuple[str, int, int] | None: ("/runs/one", 100, 3),
     int: 7,
     float: 0.5,
@@ -85,6 +87,7 @@ def kinds(base: type) -> list[type]:
         **vars(messages),
         **vars(agent_messages),
         **vars(worker_messages),
+        **vars(cell_messages),
         **vars(node_messages),
     }.values()
     found = [kind for kind in named if isinstance(kind, type) and issubclass(kind, base) and kind is not base]

@@ -281,3 +281,36 @@ def test_a_worker_that_was_asked_to_end_runs_no_cell(clears):
         story.set_up("first", "two")
     assert wid("b/0#1") not in [command.worker for command in story.commands(cmd.RunSetup, mark)]
     assert state(story, "b/0#1") is WorkerState.STOPPED
+
+
+def test_pushed_values_replace_older_ones_of_the_same_names():
+    """A new worker gets each value once, the newest one last, and in the place in which setup cells need it."""
+    story = Story("a:1").answer()
+    for change in (
+        lambda: story.push("x"),
+        lambda: story.set_up("uses x", "print(x)"),
+        lambda: story.push("x"),
+        lambda: story.push("x", "y"),
+        lambda: story.push("y"),
+        lambda: story.push("z"),
+    ):
+        change()
+        story.answer()
+    assert [cell.source for cell in story.cluster.setup] == ["x,y 4", "print(x)", "y 5", "z 6"]
+    story.push("x", "y").answer()
+    assert [cell.source for cell in story.cluster.setup] == ["x,y 7", "print(x)", "z 6"]
+    story.push("y").answer().push("x", "y", "z").answer()
+    assert [cell.source for cell in story.cluster.setup] == ["x,y,z 9", "print(x)"]
+    story.push("y").answer().push("x").answer().push("y", "w").answer().push("x", "y").answer()
+    assert [cell.source for cell in story.cluster.setup] == ["x,y,z 9", "print(x)", "y,w 12", "x,y 13"]
+    story.add("b:1").answer()
+    assert story.ran[wid("b/0#1")] == [cell.source for cell in story.cluster.setup]
+
+
+def test_values_that_no_worker_can_take_are_not_kept():
+    """The values from before stay for later workers."""
+    story = Story("a:1").answer()
+    story.push("x").answer()
+    story.broken.add(("a", "x 2"))
+    story.push("x").answer()
+    assert [cell.source for cell in story.cluster.setup] == ["x 1"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nbelastic.driver import results
 from nbelastic.driver.results import Outcome, Results
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
@@ -120,3 +123,25 @@ def test_pieces_of_other_jobs_and_workers_are_ignored(receiver):
     receiver.results.forget([W])
     receiver.receive_requested_pieces()
     assert len(receiver.outcomes) == 1
+
+
+@pytest.mark.parametrize("full", ["before", "after"])
+def test_a_long_value_without_space_is_an_error_and_a_short_one_stays_in_memory(receiver, monkeypatch, full):
+    """A full disk ends the job in words. A value without any space is not even fetched."""
+
+    def refuse(path, pieces):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "replace_private", refuse)
+    if full == "before":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    receiver.receive_value(messages.Blob(len(LONG)))
+    receiver.receive_requested_pieces()
+    monkeypatch.setattr(pickling, "IN_MEMORY", 2000)
+    receiver.receive_value(messages.Blob(len(LONG)))
+    assert bool(receiver.requests) == (full == "after")
+    receiver.receive_requested_pieces()
+    short, long = receiver.outcomes
+    assert short.value.data == LONG
+    assert long.error.startswith("OSError: the result of a/0#1 (8.4 MB) cannot be saved in ")
+    assert long.error.endswith(": No space left on device; free some space there, or return less")

@@ -48,6 +48,11 @@ class FakeJob:
             raise self.error
         return [None, None]
 
+    def state_dict(self, name: str | None = None, timeout: float | None = None) -> object:
+        self.waited.append(timeout)
+        state = {"model": {"weight": 1.0}, "step": 7}
+        return state[name] if name else state
+
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         return f"rank={rank} worker={worker} tail={tail}\n"
 
@@ -126,6 +131,10 @@ class FakeCluster:
         self.calls.append(("execute at commit", source, options))
         self._raise()
         return self.outputs
+
+    def push(self, values=None, /) -> None:
+        self.calls.append(("push", values))
+        self._raise()
 
     def pause(self, **options) -> None:
         self.calls.append(("pause", options))

@@ -313,3 +313,18 @@ def test_px_is_refused_while_a_job_runs(ip, magics, cluster, capsys):
     for line in ("%px 2", "%%px\n3"):
         assert "job-1 is running, and %px would wait for its end" in output_of(ip, capsys, line)
     assert ran == ["1"]
+
+
+def test_variables_are_pushed_and_the_state_is_pulled(ip, magics, cluster, capsys):
+    """Names are separated by blanks or commas. A missing one is named, and nothing is pushed."""
+    ip.user_ns.update(data=[1], lr=0.1)
+    assert output_of(ip, capsys, "%elastic_push data,lr") == ""
+    assert cluster.calls[-1] == ("push", {"data": [1], "lr": 0.1})
+    assert "the notebook has no variable 'nothing'." in output_of(ip, capsys, "%elastic_push data nothing")
+    assert "no job has run yet" in output_of(ip, capsys, "%elastic_pull weights")
+    ip.run_cell_magic("elastic_run", "", "1")
+    assert "'a-b' is not a valid variable name." in output_of(ip, capsys, "%elastic_pull a-b")
+    output_of(ip, capsys, "%elastic_pull everything")
+    output_of(ip, capsys, "%elastic_pull weights model --timeout 3")
+    assert (ip.user_ns["everything"]["step"], ip.user_ns["weights"]) == (7, {"weight": 1.0})
+    assert cluster.job.waited == [None, 3.0]

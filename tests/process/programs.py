@@ -21,6 +21,13 @@ from nbelastic.system.private_files import replace_private
 PAUSE = 0.01
 
 
+def notebook_function(source):
+    """The function `program` that a notebook's cell defines."""
+    namespace = {"__name__": "__main__"}
+    exec(source, namespace)
+    return namespace["program"]
+
+
 class Log:
     """The log of one process."""
 

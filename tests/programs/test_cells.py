@@ -13,7 +13,7 @@ from traitlets.config import Config
 
 from nbelastic.programs import cells
 from nbelastic.programs.cell_interrupts import CellInterrupts
-from nbelastic.protocol import worker_messages
+from nbelastic.protocol import cell_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.sockets import MAX_MESSAGE
@@ -31,8 +31,8 @@ def run(monkeypatch):
 
     interrupts = CellInterrupts()
 
-    def cell(source: str, put=lambda *_: None) -> worker_messages.CellResult:
-        return asyncio.run(cells.run(W, worker_messages.Cell(3, source), put, interrupts))
+    def cell(source: str, put=lambda *_: None) -> cell_messages.CellResult:
+        return asyncio.run(cells.run(W, cell_messages.Cell(3, source), put, interrupts))
 
     cell.interrupts = interrupts
 
@@ -44,7 +44,7 @@ def run(monkeypatch):
 def test_what_a_cell_prints(run):
     """The two streams are separate; top-level `await` works."""
     result = run("import asyncio, sys\nawait asyncio.sleep(0)\nprint('one')\nprint('two', file=sys.stderr)")
-    assert result == worker_messages.CellResult(W, 3, "one\n", "two\n", "", "")
+    assert result == cell_messages.CellResult(W, 3, "one\n", "two\n", "", "")
 
 
 @pytest.mark.parametrize(

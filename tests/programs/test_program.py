@@ -8,12 +8,13 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from nbelastic.errors import JobStoppedError
 from nbelastic.programs import program
 from nbelastic.programs.program import Runner
-from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.pickling import INLINE
@@ -292,3 +293,85 @@ def test_a_notebooks_function_finds_what_cells_have_defined_here(session):
     namespace["there"] = 10
     program_message = worker_messages.Program("job-2", "", call=call(namespace["used"])[1].call)
     assert value(run(session, program_message)[0]) == 11
+
+
+def run_cell(session, cell):
+    """Run a cell. Returns its result, and the namespace after it."""
+    results = []
+
+    async def story():
+        ended = asyncio.Event()
+        session.answer = lambda message, before=session.answer: (
+            (results.append(message), ended.set()) if isinstance(message, cell_messages.CellResult) else before(message)
+        )
+        session.runner = Runner(session)
+        serving = asyncio.create_task(session.runner.serve())
+        session.runner.take(cell)
+        await ended.wait()
+        serving.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    return results[0]
+
+
+@pytest.fixture
+def namespace(monkeypatch):
+    """Of cells. The cells themselves are not run."""
+
+    async def run(worker, cell):
+        return cell_messages.CellResult(worker, cell.number, "", "", "", "")
+
+    names = {}
+    monkeypatch.setattr(program.cells, "run", run)
+    monkeypatch.setattr(program, "get_ipython", lambda: SimpleNamespace(user_ns=names))
+    return names
+
+
+def pushed_cell(data, **where):
+    return cell_messages.Cell(3, "", messages.Pushed(("x", "y"), messages.Blob(len(data), **where)))
+
+
+def test_pushed_values_are_set_from_a_file(session, namespace, tmp_path):
+    """They are in the namespace of cells before the cell's end is reported."""
+    data = b"".join(pickling.pack({"x": 1, "y": "text"}))
+    (tmp_path / "values").write_bytes(data)
+    assert run_cell(session, pushed_cell(data, path=str(tmp_path / "values"))).error == ""
+    assert namespace == {"x": 1, "y": "text"}
+
+
+def test_pushed_values_are_fetched_in_pieces(session, namespace):
+    """A worker of another machine asks for them, as for a long call."""
+    data = b"".join(pickling.pack({"x": os.urandom(2 * pickling.PIECE), "y": 2}))
+
+    def answer(message):
+        assert message == worker_messages.FetchCall(W, "push-3", 0)
+        for at, piece in pickling.pieces(data, 0):
+            session.runner.take(worker_messages.CallPiece("push-3", at, piece))
+
+    session.answer = answer
+    assert run_cell(session, pushed_cell(data)).error == ""
+    assert (len(namespace["x"]), namespace["y"]) == (2 * pickling.PIECE, 2)
+
+
+def test_pushed_values_that_cannot_be_taken_are_an_error(session, namespace):
+    """It names the values. The namespace stays as it was."""
+    result = run_cell(session, pushed_cell(b"", path="/nowhere"))
+    assert result.error == "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere' (while x, y arrived)"
+    assert namespace == {}
+
+
+def test_a_long_result_without_space_is_an_error_in_words(session, monkeypatch, tmp_path):
+    """The job fails instead of filling the driver's memory; a shorter result is fetched by the driver."""
+
+    def refuse(path, pieces):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program, "replace_private", refuse)
+    message = msgspec.structs.replace(call(os.urandom, 2 * INLINE)[1], results=str(tmp_path))
+    short = run(session, message)[0]
+    monkeypatch.setattr(pickling, "IN_MEMORY", INLINE)
+    long = run(session, message)[0]
+    assert short.value == messages.Blob(short.value.size)
+    assert long.error == (
+        f"OSError: the result (0.1 MB) cannot be saved in {tmp_path}: No space left on device; free some space there, or return less"
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nbelastic.protocol.cell_messages import CellPiece, CellResult
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.worker_messages import CellPiece, CellResult
 from nbelastic.worker.cell_pieces import CellPieces
 from nbelastic.worker.output_buffer import MAX_TEXT
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.protocol import (
@@ -125,7 +125,7 @@ def test_a_group_is_built_unless_it_is_over_already(worker):
 def test_what_only_a_process_can_do_is_left_to_it(worker):
     """Programs, questions about the position, the end of a hung worker. The main thread too learns of a new address."""
     for message in (
-        worker_messages.Cell(1, "x"),
+        cell_messages.Cell(1, "x"),
         worker_messages.QueryPosition(GENERATION),
         worker_messages.EndHungWorker(keep=True),
     ):
@@ -357,7 +357,7 @@ def test_a_new_driver_does_not_continue_a_world_in_which_a_cell_runs(worker, end
     """The cell may have changed one rank only, and no driver has compared the ranks."""
     worker.receive(worker_messages.Halt(GENERATION, 3))
     assert worker.report(1, "").formed
-    worker.receive(worker_messages.CommitCell(GENERATION, 1, "pass", 30.0, everywhere=True))
+    worker.receive(cell_messages.CommitCell(GENERATION, 1, "pass", 30.0, everywhere=True))
     assert not worker.report(1, "").formed
     worker.receive(end)
     assert worker.report(1, "").formed

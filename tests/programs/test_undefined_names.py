@@ -1,0 +1,78 @@
+"""Names that a notebook's function uses and that nothing defines."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from nbelastic.programs.undefined_names import refuse_undefined_names
+
+NOTEBOOK = """
+import functools
+known = 1
+
+def helper():
+    return deeper
+
+def uses_helper():
+    return helper() + known
+
+def inside():
+    def inner():
+        return [unknown for _ in range(3)]
+    return inner
+
+def guarded():
+    try:
+        return perhaps
+    except NameError:
+        return len("")
+
+def setter():
+    global later
+    later = 1
+
+def uses_setter():
+    setter()
+    return later
+
+@functools.cache
+def decorated():
+    return missing
+"""
+
+
+@pytest.fixture
+def notebook():
+    """A notebook's namespace."""
+    names = {"__name__": "__main__"}
+    exec(NOTEBOOK, names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("function", "missing"),
+    [
+        ("uses_helper", "'deeper' in helper()"),
+        ("inside", "'unknown' in inside()"),
+        ("decorated", "'missing' in decorated()"),
+    ],
+)
+def test_an_undefined_name_is_named_with_its_function(notebook, function, missing):
+    """Also one that only a function inside, or another function, uses."""
+    with pytest.raises(NameError, match="neither the notebook nor the workers define") as error:
+        refuse_undefined_names(notebook[function])
+    assert f": {missing}. Define" in str(error.value)
+
+
+@pytest.mark.parametrize("function", ["guarded", "uses_setter", "setter"])
+def test_a_name_that_may_be_missing_is_no_error(notebook, function):
+    """One that is guarded against, or that another function sets."""
+    refuse_undefined_names(notebook[function])
+
+
+def test_functions_of_modules_are_not_searched(notebook):
+    """Objects of other kinds are not searched, too."""
+    for one in (functools.partial, print, NOTEBOOK, functools.wraps):
+        refuse_undefined_names(one)
