@@ -133,10 +133,8 @@ class Session:
             self._formation_read = None
             self._inbox.clear()
             self._protocol.begin(job, program)
-        self.used = False
-        self.ended_state = None
-        self.warm_ups = []
-        self.checkpoints = None
+        self.used, self.warm_ups = False, []
+        self.checkpoints = self.ended_state = None
         self.refuse_if_stopped(job)
 
     def refuse_if_stopped(self, job: str) -> None:

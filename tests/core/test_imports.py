@@ -47,7 +47,15 @@ PURE = [
     ),
     *(
         ROOT / "protocol" / f"{name}.py"
-        for name in ("exit_codes", "rank_layout", "messages", "agent_messages", "node_messages", "worker_messages")
+        for name in (
+            "exit_codes",
+            "rank_layout",
+            "messages",
+            "agent_messages",
+            "cell_messages",
+            "node_messages",
+            "worker_messages",
+        )
     ),
     *(ROOT / "system" / "addresses.py", ROOT / "errors.py"),
 ]
