@@ -73,6 +73,10 @@ def _logs(options: Namespace) -> None:
         output.finish(job)
 
 
+def _debug(options: Namespace) -> None:
+    _attached(options).debug(rank=options.rank)
+
+
 def _add(options: Namespace) -> None:
     cluster = _attached(options)
 
@@ -177,6 +181,8 @@ def _parser() -> ArgumentParser:
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the job has ended")
     logs.add_argument("--rank", type=int, metavar="N", help="print the lines of this rank only")
     logs.add_argument("--tail", type=int, default=TAIL, metavar="N", help=f"begin with the last N lines ({TAIL})")
+    debug = command("debug", _debug, "Open the debugger of a program that waits at a breakpoint().")
+    debug.add_argument("--rank", type=int, metavar="N", help="of this rank (default: any)")
     add = command("add", _add, "Add hosts. A running job includes them without losing a step.", name_count="")
     add.add_argument("hosts", nargs="+", metavar="HOST", help="name, name:slots or user@name:slots")
     remove = command("remove", _remove, "Remove hosts. Their workers leave at the next commit.", name_count="")

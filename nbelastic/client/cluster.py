@@ -14,6 +14,7 @@ from nbelastic.client.cell_syntax import check_cell, check_limit, check_ranks
 from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster_view import ClusterView
 from nbelastic.client.configuration import configure
+from nbelastic.client.debugging import debug
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.engine_client import EngineClient
 from nbelastic.client.find_driver import retry_while_another_starts
@@ -331,6 +332,13 @@ class Cluster(ClusterView):
         if steps < 1:
             raise UsageError(f"steps={steps}: at least 1.")
         self._link.ask(requests.Step(by, steps), timeout, f"all ranks to make {steps} commits")
+
+    def debug(self, rank: int | None = None, timeout: float | None = None) -> None:
+        """Open the debugger of a program that waits at a `breakpoint()`: of this rank, or of any. Wait until there is one.
+
+        Each line that you enter goes to pdb there, until the program goes on (`c`); `q` does the same. Ctrl-C leaves it waiting.
+        """
+        debug(self._link, rank, timeout)
 
     @property
     def setup_cells(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from nbelastic.core import backoff, generation_end, jobs, losses, partitions
+from nbelastic.core import backoff, breakpoints, generation_end, jobs, losses, partitions
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Stage, Wait, format_ids
@@ -93,6 +93,8 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     cluster = replace(cluster, wait=wait)
     if now < wait.until:
         return cluster
+    if breakpoints.hold(cluster):
+        return replace(cluster, wait=replace(wait, until=now + _patience(cluster)))
     match wait.stage:
         case Stage.ASKED:
             return _postpone_change(cluster, now, out)

@@ -12,8 +12,8 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from nbelastic.core import breakpoints, losses, partitions
 from nbelastic.core import commands as cmd
-from nbelastic.core import losses, partitions
 from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Reason, and_also
 from nbelastic.core.state import ClusterState, Stage, Stall, rank_text
@@ -65,7 +65,8 @@ def clear(cluster: ClusterState) -> ClusterState:
 
 def _at_work(cluster: ClusterState) -> bool:
     job = cluster.active
-    return job is not None and not job.succeeded and cluster.stage in RUNNING_STAGES and not cluster.stands_still
+    runs = job is not None and not job.succeeded and cluster.stage in RUNNING_STAGES
+    return runs and not cluster.stands_still and not breakpoints.hold(cluster)
 
 
 def _set_reasons(cluster: ClusterState, reasons: dict[WorkerId, str]) -> ClusterState:

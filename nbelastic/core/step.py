@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import (
     backoff,
+    breakpoints,
     deadlines,
     gpus,
     halts,
@@ -36,8 +37,8 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.deadlines import deadline
 from nbelastic.core.state import ClusterState, with_worker
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import swap_events as swev
 
 __all__ = ["deadline", "step"]
 
@@ -103,9 +104,9 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return halts.submit_cell(cluster, event)
         case ev.CommitCellCancelled(number=number):
             return halts.cancel_cell(cluster, number, out)
-        case swev.SwapSubmitted():
+        case pev.SwapSubmitted():
             return swaps.submit(cluster, event, out)
-        case swev.SwapCancelled(program=program):
+        case pev.SwapCancelled(program=program):
             return swaps.cancel(cluster, program, now, out)
         case ev.PauseRequested(by=by):
             return halts.pause(cluster, by, out)
@@ -164,7 +165,11 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return worker_events.member_event(cluster, event, now, out)
         case ev.CommitCellEnded():
             return halts.cell_ended(cluster, event, now, out)
-        case swev.SwapFailed():
+        case pev.BreakpointReached():
+            return breakpoints.reached(cluster, event, out)
+        case pev.BreakpointLeft(worker=w):
+            return breakpoints.left(cluster, w)
+        case pev.SwapFailed():
             return swaps.failed(cluster, event, now, out)
         case ev.WorkerPrepared():
             return reconfiguration.worker_prepared(cluster, event, now)

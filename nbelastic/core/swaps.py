@@ -20,7 +20,7 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Reason
 from nbelastic.core.state import ClusterState, Stage, rank_text, with_reason, with_worker, without
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import swap_events as swev
+from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.ids import WorkerId
 
 
@@ -35,7 +35,7 @@ def wanted(cluster: ClusterState) -> int:
     return 0 if job is None else job.trial or job.program
 
 
-def submit(cluster: ClusterState, event: swev.SwapSubmitted, out: Commands) -> ClusterState:
+def submit(cluster: ClusterState, event: pev.SwapSubmitted, out: Commands) -> ClusterState:
     """Replace the program at the next commit. Without a job that trains, or beside another swap, the event is dropped."""
     job = cluster.active
     if job is None or job.succeeded or job.trial or cluster.halt.swap:
@@ -89,7 +89,7 @@ def accept(cluster: ClusterState, out: Commands) -> ClusterState:
     return replace(cluster, job=replace(job, program=program, trial=0))
 
 
-def failed(cluster: ClusterState, event: swev.SwapFailed, now: float, out: Commands) -> ClusterState:
+def failed(cluster: ClusterState, event: pev.SwapFailed, now: float, out: Commands) -> ClusterState:
     """The new program has failed on one worker."""
     job, w = cluster.active, event.worker
     if job is None or job.trial != event.program:

@@ -13,6 +13,7 @@ from nbelastic.driver.background_tasks import BackgroundTasks
 from nbelastic.driver.cells import Cells
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.command_executor import CommandExecutor
+from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.dependencies import Dependencies, MessageServer
 from nbelastic.driver.discoveries import Discoveries
 from nbelastic.driver.event_log import EventLog
@@ -82,6 +83,7 @@ class Components:
             cells=self.cells,
             jobs=self.jobs,
             state_pulls=self.state_pulls,
+            debuggers=self.debuggers,
             telemetry=shared.telemetry,
             pending=shared.pending,
             discoveries=self.discoveries,
@@ -106,6 +108,7 @@ class Components:
             save=shared.save,
         )
         self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
+        self.debuggers = Debuggers(shared.cluster, self.workers, shared.pending)
         self.cells = Cells(self.workers, self.agents, shared.pending, shared.post)
         self.liveness = Liveness(
             shared.settings,
@@ -184,6 +187,7 @@ class Components:
             cells=self.cells,
             jobs=self.jobs,
             state_pulls=self.state_pulls,
+            debuggers=self.debuggers,
             scripts=self.scripts,
             telemetry=shared.telemetry,
             snapshot_writer=shared.snapshot_writer,

@@ -28,8 +28,8 @@ from nbelastic.driver.workers import Workers
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.program_events import SwapFailed
 from nbelastic.protocol.settings import Settings
-from nbelastic.protocol.swap_events import SwapFailed
 from nbelastic.system import pickling
 from nbelastic.system.private_files import make_private
 

@@ -9,6 +9,7 @@ from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.cells import Cells
 from nbelastic.driver.clock import Clock
+from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.dependencies import MessageServer
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
@@ -21,6 +22,7 @@ from nbelastic.driver.telemetry import Telemetry, numbers
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol import agent_messages, cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 
@@ -43,6 +45,7 @@ class ReceivedMessages:
         cells: Cells,
         jobs: Jobs,
         state_pulls: StatePulls,
+        debuggers: Debuggers,
         scripts: Scripts,
         telemetry: Telemetry,
         snapshot_writer: SnapshotWriter,
@@ -56,7 +59,7 @@ class ReceivedMessages:
     ) -> None:
         self._cluster, self._clock, self._server = cluster, clock, server
         self._agents, self._workers, self._cells, self._jobs, self._scripts = agents, workers, cells, jobs, scripts
-        self._state_pulls = state_pulls
+        self._state_pulls, self._debuggers = state_pulls, debuggers
         self._telemetry, self._snapshot_writer, self._event_log = telemetry, snapshot_writer, event_log
         self._stall_detector = stall_detector
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
@@ -129,9 +132,7 @@ class ReceivedMessages:
                     self._telemetry.stacks[w] = message
                     self._publish()
             case ev.Event():
-                if isinstance(message, ev.WorkerFormed):
-                    self._event_log.note_worker_formed(message)
-                self._post(message)
+                self._handle_event(message)
             case _:
                 raise TypeError(f"{peer} has sent {type(message).__name__}, which the driver does not know")
 
@@ -145,6 +146,13 @@ class ReceivedMessages:
                 self._cells.receive_piece(message)
             case cell_messages.StatePulled():
                 self._state_pulls.receive(message)
+
+    def _handle_event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.WorkerFormed):
+            self._event_log.note_worker_formed(event)
+        elif isinstance(event, pev.BreakpointReached | pev.BreakpointLeft):
+            self._debuggers.note(event)
+        self._post(event)
 
     def _handle_agent_hello(self, message: agent_messages.AgentHello) -> None:
         host, problem = message.host, versions.difference(message.versions, versions.installed())

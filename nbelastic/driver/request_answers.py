@@ -15,6 +15,7 @@ from nbelastic.driver import change_requests
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.cells import Cells
 from nbelastic.driver.connection_files import ConnectionFiles
+from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.discoveries import Discoveries
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.job_run import JobRun
@@ -65,6 +66,7 @@ class RequestAnswers:
         cells: Cells,
         jobs: Jobs,
         state_pulls: StatePulls,
+        debuggers: Debuggers,
         telemetry: Telemetry,
         pending: Pending,
         discoveries: Discoveries,
@@ -79,6 +81,7 @@ class RequestAnswers:
         self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
         self._state_pulls, self._pushed_values = state_pulls, settings.run_folder / "pushed"
+        self._debuggers = debuggers
 
     def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
         """Resolve `future`, now or later, after calls of `on_piece`. Raises the error of an invalid request."""
@@ -99,6 +102,8 @@ class RequestAnswers:
                 self._answer_about_halts(request, future)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup() | r.Push():
                 self._answer_about_cells(request, future, on_piece)
+            case r.Debug():
+                self._debuggers.answer(request, future)
             case r.PullState():
                 self._state_pulls.pull(request, future)
             case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Resume() | r.DashboardAction():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nbelastic.core.host_slots import host_backoff_until
 from nbelastic.core.reasons import in_words
-from nbelastic.core.state import ClusterState, Host
+from nbelastic.core.state import ClusterState, Host, Worker
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers
@@ -81,6 +81,10 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
     )
 
 
+def _breakpoint(worker: Worker) -> str:
+    return f"waits at a breakpoint in {worker.breakpoint}: %elastic_debug" if worker.breakpoint else ""
+
+
 def _host_reason(host: Host, telemetry: Telemetry) -> str:
     sample = telemetry.host_samples.get(host.spec.name)
     slower = f"slower than it could be: {'; '.join(sample.throttled)}" if sample and sample.throttled else ""
@@ -113,7 +117,9 @@ def _workers(
                 telemetry.steps.get(w, worker.commit),
                 restarts,
                 telemetry.log_dir,
-                "; ".join(filter(None, (worker.reason, worker.unresponsive or telemetry.blocked_text(w)))),
+                "; ".join(
+                    filter(None, (_breakpoint(worker), worker.reason, worker.unresponsive or telemetry.blocked_text(w)))
+                ),
                 cpu,
                 memory,
                 behind,

@@ -17,8 +17,8 @@ from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.errors import UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
+from nbelastic.protocol.program_events import SwapCancelled, SwapFailed, SwapSubmitted
 from nbelastic.protocol.requests import Swap, SwapOutcome
-from nbelastic.protocol.swap_events import SwapCancelled, SwapFailed, SwapSubmitted
 
 
 class _NewProgram(Struct):

@@ -70,6 +70,15 @@ class RunMagics(ClusterMagics):
 
     @magic(
         "line",
+        argument("rank", nargs="?", type=int, metavar="RANK", help="the rank whose program waits (default: any)"),
+        argument("--timeout", type=float, metavar="S", help="wait for a breakpoint for at most S seconds"),
+    )
+    def elastic_debug(self, options: Namespace) -> None:
+        """Open the debugger of a program that has come to a breakpoint(), while the other ranks wait for it."""
+        self._cluster().debug(rank=options.rank, timeout=options.timeout)
+
+    @magic(
+        "line",
         argument("--world", type=int, metavar="N", help="wait until N workers are in one world"),
         argument("--timeout", type=float, metavar="S", help="give up after S seconds and report what is missing"),
         out("the job's values by rank or, with --world, the Status"),

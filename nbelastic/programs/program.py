@@ -20,6 +20,7 @@ from IPython.core.getipython import get_ipython
 from nbelastic.errors import JobStoppedError
 from nbelastic.programs import cells, state_pull
 from nbelastic.programs.cell_interrupts import CellInterrupts
+from nbelastic.programs.debugger import Breakpoints
 from nbelastic.programs.elastic import frameworks
 from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
 from nbelastic.programs.undefined_names import refuse_undefined_names
@@ -63,6 +64,7 @@ class Runner:
         self._pieces: queue.SimpleQueue[worker_messages.CallPiece] = queue.SimpleQueue()
         self._newest_job = ""  # of the last program
         self._interrupts = CellInterrupts()
+        self._breakpoints = Breakpoints(session)
 
     def take(self, message: messages.Message) -> None:
         """In any thread: queue a message of the driver for the task that runs programs, or act on it at once."""
@@ -70,6 +72,8 @@ class Runner:
             self._pieces.put(message)  # the main thread waits for it outside the event loop
         elif isinstance(message, worker_messages.KeepProgram):
             self._session.programs.interrupt(message.number)
+        elif isinstance(message, worker_messages.DebuggerInput):
+            self._breakpoints.take(message)
         elif isinstance(message, cell_messages.InterruptCell):  # now: the event loop waits for the cell
             self._interrupts.interrupt(message.number)
         else:
@@ -122,7 +126,8 @@ class Runner:
     def _program(self, order: worker_messages.Program) -> Outcome:
         log_to(order.log_dir, str(self._session.worker))
         call = None if order.call is None else self._fetch(order.job, order.call, order.number)
-        return _run(self._session, order, call)
+        with self._breakpoints.enabled():
+            return _run(self._session, order, call)
 
     def run_inside(self, order: worker_messages.Program) -> Any:
         """Run a new program inside the present one, and return its value. Raises what it raises."""

@@ -63,6 +63,26 @@ class SwapOutcome(Struct, frozen=True):
     traceback: str = ""
 
 
+class Debug(Request):
+    """Answer with a `DebuggerPrompt` when a program waits at a breakpoint: on this `rank` (None: on any).
+
+    With a `line`: give it to the program that waits for input `number`; answer when it waits again, or goes on.
+    """
+
+    rank: int | None = None
+    number: int = 0
+    line: str | None = None
+
+
+class DebuggerPrompt(Struct, frozen=True):
+    """The program of a worker waits for input `number` (0: it goes on), and has printed `text` with its debugger's prompt."""
+
+    number: int
+    worker: str
+    rank: int | None = None
+    text: str = ""
+
+
 class SubmitScript(Request):
     """Run a script. Answer as for `Submit`."""
 
@@ -255,6 +275,7 @@ AnyRequest = (
     | WaitForWorld
     | Submit
     | Swap
+    | Debug
     | SubmitScript
     | StopJob
     | Execute
@@ -300,6 +321,7 @@ ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is te
     PullState: messages.Blob,
     ExecuteAtCommit: list[CommitOutput],
     Swap: SwapOutcome,
+    Debug: DebuggerPrompt,
     ShowStacks: list[WorkerStack],
     FindController: ControllerFound,
 }

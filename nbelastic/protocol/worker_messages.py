@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from nbelastic.protocol import cell_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.messages import Blob, Message, NewDriver, Rehome, WorkerOutput
 
@@ -176,6 +177,13 @@ class NewProgram(Message):
     on_trial: bool
 
 
+class DebuggerInput(Message):
+    """Driver → worker whose program waits in the debugger: the line for input number `number`."""
+
+    number: int
+    line: str
+
+
 class KeepProgram(Message):
     """Driver → worker: the job's program has this number. Keep it if you try it; return to it if you try another one."""
 
@@ -303,6 +311,8 @@ FromWorker = (
     | ev.WorkerHung
     | ev.StateKept
     | ev.PositionReported
+    | pev.BreakpointReached
+    | pev.BreakpointLeft
     | WorkerProgress
     | WorkerOutput
     | ProgramResult
@@ -321,6 +331,7 @@ ToWorker = (
     | Program
     | NewProgram
     | KeepProgram
+    | DebuggerInput
     | cell_messages.Cell
     | cell_messages.CommitCell
     | cell_messages.InterruptCell

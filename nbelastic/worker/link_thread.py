@@ -169,6 +169,7 @@ class LinkThread:
                 | cell_messages.Cell()
                 | worker_messages.CallPiece()
                 | worker_messages.KeepProgram()
+                | worker_messages.DebuggerInput()
             ):
                 if self.run is not None:  # else this worker has not announced that it can run programs
                     self.run(message)

@@ -312,9 +312,10 @@ class Session:
         """WorldAborted if the generation is broken. Wait for the GPU first: an aborted kernel ends as if it had succeeded."""
         if where.type == "cuda" or self._groups.accelerator is not None:
             self._groups.synchronize()
-        self._raise_if_over()
+        self.raise_if_over()
 
-    def _raise_if_over(self) -> None:
+    def raise_if_over(self) -> None:
+        """WorldAborted if the generation is broken."""
         group = self._groups.present
         if group is not None and self._protocol.is_over(group.generation):
             raise WorldAborted
@@ -326,7 +327,7 @@ class Session:
         """
         if self._groups.uses_gpu:
             self._groups.synchronize(all_streams=True)
-            self._raise_if_over()
+            self.raise_if_over()
 
     def on_any_rank(self, mine: bool) -> bool:
         """Collective: whether `mine` is true on any rank."""

@@ -51,9 +51,9 @@ def _frames_of_program(frame: FrameType | None) -> list[FrameType]:
     return found[::-1]
 
 
-def user_frames() -> list[FrameType]:
-    """The calling thread's frames of user code, the outermost first."""
-    return [frame for frame in _frames_of_program(sys._getframe()) if _is_user_code(frame)]
+def user_frames(inner: FrameType | None = None) -> list[FrameType]:
+    """The frames of user code up to this one (by default: of the calling thread), the outermost first."""
+    return [frame for frame in _frames_of_program(inner or sys._getframe()) if _is_user_code(frame)]
 
 
 def is_in_user_code(frame: FrameType | None) -> bool:

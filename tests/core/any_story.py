@@ -12,7 +12,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.swap_events import SwapCancelled, SwapSubmitted
+from nbelastic.protocol.program_events import SwapCancelled, SwapSubmitted
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
 from tests.core.story import Story

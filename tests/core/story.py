@@ -17,7 +17,7 @@ from nbelastic.protocol import messages
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.swap_events import SwapFailed
+from nbelastic.protocol.program_events import SwapFailed
 from tests.core.fakes import SIGKILL, FakeCluster, wid
 from tests.core.invariants import check, check_doubled, check_stores
 

@@ -43,7 +43,7 @@ PURE = [
     ),
     *(
         ROOT / "protocol" / f"{name}.py"
-        for name in ("ids", "events", "script_events", "swap_events", "cluster_limits", "timeouts")
+        for name in ("ids", "events", "script_events", "program_events", "cluster_limits", "timeouts")
     ),
     *(
         ROOT / "protocol" / f"{name}.py"

@@ -12,8 +12,8 @@ from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Missing, Reason
 from nbelastic.protocol import agent_messages, cell_messages, ids, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import swap_events as swev
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.timeouts import Timeouts
@@ -82,7 +82,7 @@ def kinds(base: type) -> list[type]:
         **vars(ev),
         **vars(cmd),
         **vars(sev),
-        **vars(swev),
+        **vars(pev),
         **vars(scmd),
         **vars(messages),
         **vars(agent_messages),

@@ -7,7 +7,7 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import Stage
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.swap_events import SwapCancelled, SwapSubmitted
+from nbelastic.protocol.program_events import SwapCancelled, SwapSubmitted
 from tests.core.story import Story, wid, with_stage
 
 MEMBERS = ("a/0#1", "b/0#1", "c/0#1")

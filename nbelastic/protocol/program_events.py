@@ -1,4 +1,4 @@
-"""Events of a swap, in the past tense: a job's program is replaced while it trains. See `core.swaps`."""
+"""Events of a program, in the past tense: it is replaced while it trains (see `core.swaps`), or waits at a breakpoint."""
 
 # mypy: disable-error-code="misc"
 # (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
@@ -27,3 +27,21 @@ class SwapFailed(Event):
     worker: WorkerId
     program: int
     error: str
+
+
+class BreakpointReached(Event):
+    """Worker → driver: the program waits in the debugger, at `place`, for input number `number`.
+
+    `text`: what the debugger has printed since the last input. The worker repeats the event while it waits.
+    """
+
+    worker: WorkerId
+    number: int
+    place: str
+    text: str
+
+
+class BreakpointLeft(Event):
+    """Worker → driver: the program goes on."""
+
+    worker: WorkerId
