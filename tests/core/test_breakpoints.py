@@ -27,7 +27,7 @@ def test_an_event_says_where_it_waits():
 
 
 def test_a_breakpoint_is_no_stall():
-    """Nobody is asked for a position, and no straggler is replaced, for as long as the user thinks."""
+    """The core judges no member and replaces none, for as long as the user thinks."""
     story = reach(with_stage(Stage.RUNNING, stall=2.0))
     for seconds in (3.0, 60.0, 3600.0):
         story.send(ev.StallDetected(story.cluster.generation, seconds))
