@@ -184,7 +184,7 @@ class Worker(Struct, frozen=True, gc=False):
     running_cell: int = 0  # version of the setup cell that it runs now; 0: none
     cell_since: float = 0.0  # when it began to run that cell
     failed_cell: str = ""  # key of the setup cell that failed on it: it takes part in no job
-    breakpoint: str = ""  # where its program waits in the debugger; empty: it does not
+    breakpoint_at: str = ""  # where its program waits in the debugger; empty: it does not
     unresponsive: str = ""  # for the status: since when the driver receives nothing from it; empty: it responds
 
 

@@ -198,7 +198,7 @@ def _program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, ou
         return _defer(cluster, event)
     stopped = worker.state is WorkerState.STOPPED
     state = WorkerState.STOPPED if stopped else WorkerState.READY
-    cluster = with_worker(cluster, replace(worker, job="", state=state, has_state=False, breakpoint=""))
+    cluster = with_worker(cluster, replace(worker, job="", state=state, has_state=False, breakpoint_at=""))
     cluster = without(cluster, (w,), "starting", "newcomers")
     if job is None or job.name != name:
         return setup_cells.run_next(cluster, w, now, out)

@@ -52,7 +52,7 @@ class Debuggers:
         def next_prompt(cluster: ClusterState) -> DebuggerPrompt | None:
             if w in self._waiting:
                 return self._prompt(cluster, self._waiting[w])
-            goes_on = w not in cluster.workers or not cluster.workers[w].breakpoint
+            goes_on = w not in cluster.workers or not cluster.workers[w].breakpoint_at
             return DebuggerPrompt(0, str(w)) if goes_on else None
 
         self._pending.resolve(prompt, next_prompt)

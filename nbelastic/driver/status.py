@@ -82,7 +82,7 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
 
 
 def _breakpoint(worker: Worker) -> str:
-    return f"waits at a breakpoint in {worker.breakpoint}: %elastic_debug" if worker.breakpoint else ""
+    return f"waits at a breakpoint in {worker.breakpoint_at}: %elastic_debug" if worker.breakpoint_at else ""
 
 
 def _host_reason(host: Host, telemetry: Telemetry) -> str:

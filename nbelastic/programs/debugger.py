@@ -20,7 +20,7 @@ from nbelastic.worker.session import Session
 from nbelastic.worker.user_stack import current_line, user_frames
 
 POLL = 0.1  # seconds between two checks whether the world is over
-REPEAT = 2.0  # seconds after which a driver is told again: a new one does not know
+REPEAT = 2.0  # seconds between two reports that it waits: a new driver does not know
 ELSEWHERE = "nbelastic: breakpoint() is left out: the debugger works in the main thread of a worker.\n"
 
 
