@@ -107,6 +107,7 @@ def recorder(folder: str) -> Any:
 def train(folder: str, *, accumulate: int) -> dict[str, Any]:
     """Train with a Trainer until `folder/finish` exists."""
     import lightning
+    from lightning.pytorch.loggers import CSVLogger
     from torch.utils.data import DataLoader
 
     from nbelastic.integrations.lightning import fit
@@ -116,6 +117,7 @@ def train(folder: str, *, accumulate: int) -> dict[str, Any]:
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
         callbacks=[records],
+        logger=CSVLogger(folder),  # the default is TensorBoard, where that is installed
         default_root_dir=folder,
         log_every_n_steps=1,
         enable_progress_bar=False,
