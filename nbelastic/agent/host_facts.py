@@ -1,15 +1,17 @@
 """The part of `nbelastic doctor` that runs on a host: prints what it finds there, then tries to connect to other hosts.
 
-It reads one line of JSON with the targets from its standard input, and ends with that.
+It reads one line of JSON with the targets from its standard input, and ends with that, or after `LIFETIME`.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -22,15 +24,17 @@ from nbelastic.system import open_files, versions
 
 GPU_TIMEOUT = 10.0  # seconds for NVML
 CONNECT_TIMEOUT = 3.0  # seconds per target
+LIFETIME = 180  # seconds after which this process ends, also if ssh does not notice that the doctor has ended
+HALF = 16  # bytes: a caller sends the first half of the token, and receives the second one
 
 
 def main() -> None:
     """Print the facts, read the targets, print what was reached, and wait for the end of the input."""
-    listener, token = _listen(), secrets.token_hex(8)
-    threading.Thread(target=_answer, args=(listener, token.encode()), daemon=True).start()
-    port = int(listener.getsockname()[1])
+    signal.alarm(LIFETIME)
+    addresses, token = _addresses(), secrets.token_hex(HALF)
+    ports = _listen((address for group in addresses.values() for address in group), token.encode())
     gpus, limit = Gpus().find(GPU_TIMEOUT), open_files.raise_limit()
-    _print(HostFacts(versions.installed(), sys.executable, _addresses(), port, token, gpus, limit))
+    _print(HostFacts(versions.installed(), sys.executable, addresses, ports, token, gpus, limit))
     targets = msgspec.json.decode(sys.stdin.readline() or "[]", type=list[Target])
     with ThreadPoolExecutor(max_workers=64) as threads:
         _print(list(threads.map(_reach, targets)))
@@ -41,18 +45,38 @@ def _print(answer: object) -> None:
     print(f"{MARK}{msgspec.json.encode(answer).decode()}", flush=True)
 
 
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 is switched off
-            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("0.0.0.0", 0))  # noqa: S104  (it gives a random token and reads nothing)
+def _listen(addresses: Iterable[str], token: bytes) -> dict[str, int]:
+    """Listen at each address; returns the ports."""
+    ports = {}
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError):  # it has just gone, or is an IPv6 address that is still being checked
+            listener = socket.create_server((address, 0), family=family)
+            threading.Thread(target=_serve, args=(listener, token), daemon=True).start()
+            ports[address] = int(listener.getsockname()[1])
+    return ports
 
 
-def _answer(listener: socket.socket, token: bytes) -> None:
+def _serve(listener: socket.socket, token: bytes) -> None:
     while True:
         connection, _ = listener.accept()
-        with connection, suppress(OSError):
-            connection.sendall(token)
+        threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
+
+
+def _answer(connection: socket.socket, token: bytes) -> None:
+    """Close the connection of a stranger without an answer."""
+    with connection, suppress(OSError):
+        connection.settimeout(CONNECT_TIMEOUT)
+        if secrets.compare_digest(_receive(connection), token[:HALF]):
+            connection.sendall(token[HALF:])
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """Half a token, or less if the other end closes the connection."""
+    data = b""
+    while len(data) < HALF and (more := connection.recv(HALF - len(data))):
+        data += more
+    return data
 
 
 def _addresses() -> dict[str, tuple[str, ...]]:
@@ -78,7 +102,10 @@ def _leads_out(address: str) -> bool:
 def _reach(target: Target) -> Reached:
     try:
         with socket.create_connection((target.address, target.port), CONNECT_TIMEOUT) as connection:
-            answer = connection.recv(64).decode(errors="replace")
+            connection.sendall(target.token[:HALF].encode())
+            answer = _receive(connection)
     except OSError as error:
         return Reached(target.host, target.address, error.strerror or str(error) or type(error).__name__)
-    return Reached(target.host, target.address, "" if answer == target.token else "another host has this address")
+    return Reached(
+        target.host, target.address, "" if answer == target.token[HALF:].encode() else "another host has this address"
+    )

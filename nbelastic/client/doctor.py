@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from nbelastic.provision.host_location import locate
 from nbelastic.system import open_files, versions
 from nbelastic.system.processes import kill_group
 
+T = TypeVar("T")
 HERE = "this machine"
 CODE = "from nbelastic.agent.host_facts import main; main()"
 FACTS_TIMEOUT = 60.0  # seconds for ssh, the start of Python, and NVML
@@ -30,10 +31,10 @@ FEW_FILES = 4096  # a limit of open files that is enough for about 600 workers
 
 
 class Finding(NamedTuple):
-    """One line about a host. `state`: ok; `look`: it may be a problem; `wrong`: it is one, and the text says what to do."""
+    """One line about a host. `state`: ok; `warning`: it may be a problem; `wrong`: it is one, and the text says what to do."""
 
     host: str
-    state: Literal["ok", "look", "wrong"]
+    state: Literal["ok", "warning", "wrong"]
     text: str
 
 
@@ -48,9 +49,22 @@ class Examined(NamedTuple):
 def examine(hosts: Sequence[str], python: str | None = None) -> list[Finding]:
     """Examine these hosts (`name` or `user@name`) and this machine, all at once. UsageError for a wrong name."""
     specs = [parse_host(host, 1) for host in hosts]
+    begun: Future[Callable[[], object]] = Future()
     with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an event loop already
-        found: Future[Mapping[str, Examined]] = thread.submit(asyncio.run, _examine(specs, python))
-        return findings(wait_for_result(found, None, lambda: "the hosts"))
+        found: Future[Mapping[str, Examined]] = thread.submit(asyncio.run, _cancellable(_examine(specs, python), begun))
+        try:
+            return findings(wait_for_result(found, None, lambda: "the hosts"))
+        except KeyboardInterrupt:
+            begun.result()()
+            raise
+
+
+async def _cancellable(work: Awaitable[T], begun: Future[Callable[[], object]]) -> T:
+    """Do the work; `begun` gets a function that cancels it, for another thread."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+    return await work
 
 
 async def _examine(specs: Sequence[HostSpec], python: str | None) -> Mapping[str, Examined]:
@@ -82,9 +96,13 @@ class _Host:
         """Start it, and read its facts."""
         spec, pipe = self._spec, asyncio.subprocess.PIPE
         command = [sys.executable, "-c", CODE] if spec is None else ssh.command(spec, self._python, CODE)
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_LINE, start_new_session=True
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_LINE, start_new_session=True
+            )
+        except OSError as error:
+            self.problem = f"{command[0]} cannot be started here: {error.strerror}"
+            return
         try:
             async with asyncio.timeout(FACTS_TIMEOUT):
                 line = await self._answer()
@@ -102,8 +120,7 @@ class _Host:
         facts = self.facts
         if facts is None:
             return []
-        addresses = (address for group in facts.addresses.values() for address in group)
-        return [Target(self.name, address, facts.port, facts.token) for address in addresses]
+        return [Target(self.name, address, port, facts.token) for address, port in facts.ports.items()]
 
     async def reach(self, targets: Sequence[Target]) -> None:
         """Have it connect to these targets."""
@@ -172,21 +189,21 @@ def _describe(facts: HostFacts) -> str:
     return f"{packages}; {gpus}; {networks or 'no network'}"
 
 
-def _judge_host(facts: HostFacts, here: HostFacts | None) -> list[tuple[Literal["look", "wrong"], str]]:
+def _judge_host(facts: HostFacts, here: HostFacts | None) -> list[tuple[Literal["warning", "wrong"], str]]:
     """Problems of a host by itself, and compared with this machine."""
-    found: list[tuple[Literal["look", "wrong"], str]] = []
+    found: list[tuple[Literal["warning", "wrong"], str]] = []
     difference = versions.difference(facts.versions, here.versions) if here is not None else ""
     if difference:
         found.append(("wrong", f"{difference}: install the same versions there, or name another Python with --python."))
     untested = versions.untested(facts.versions)
     if untested:
-        found.append(("look", f"{untested}."))
+        found.append(("warning", f"{untested}."))
     found += [("wrong", f"GPU {gpu.id}: {gpu.problem}: workers will not use it.") for gpu in facts.gpus if gpu.problem]
     if facts.gpus and "+cpu" in facts.versions.get("torch", ""):
         found.append(("wrong", "its torch is built without CUDA, so its GPUs stay unused: install a build with CUDA."))
     if facts.open_files < FEW_FILES:
         most = open_files.most_workers(facts.open_files, 0)
-        found.append(("look", f"{facts.open_files} open files are enough for {most} workers: raise `ulimit -Hn`."))
+        found.append(("warning", f"{facts.open_files} open files are enough for {most} workers: raise `ulimit -Hn`."))
     return found
 
 

@@ -10,12 +10,15 @@ MARK = "nbelastic-doctor "  # begins each answer: a shell may print other lines
 
 
 class HostFacts(Struct, frozen=True):
-    """The first answer. A host that connects to `port` receives `token`, so that equal addresses of two hosts are not confused."""
+    """The first answer. `token`: who sends its first half to one of the `ports` receives its second half.
+
+    So no stranger gets an answer, and equal addresses of two hosts are not confused.
+    """
 
     versions: dict[str, str]
     python: str  # path of the interpreter
     addresses: dict[str, tuple[str, ...]]  # by interface, without loopback addresses
-    port: int
+    ports: dict[str, int]  # by address: where this host listens
     token: str
     gpus: tuple[Gpu, ...] = ()
     open_files: int = 0  # the limit, once raised

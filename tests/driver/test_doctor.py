@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
+
+import psutil
+import pytest
 from msgspec.structs import replace
 
+from nbelastic.agent import host_facts
 from nbelastic.cli.main import main
+from nbelastic.client import doctor
 from nbelastic.client.doctor import HERE, Examined, Finding, examine, findings
-from nbelastic.protocol.host_facts import HostFacts, Reached
+from nbelastic.protocol.host_facts import HostFacts, Reached, Target
 from nbelastic.protocol.ids import Gpu
 
 VERSIONS = {"Python": "3.11.9", "nbelastic": "0.1.0", "torch": "2.13.0", "ipyparallel": "9.2.0"}
-FACTS = HostFacts(VERSIONS, "/usr/bin/python", {"eth0": ("10.0.0.1",)}, 4711, "token", open_files=65536)
+FACTS = HostFacts(VERSIONS, "/usr/bin/python", {"eth0": ("10.0.0.1",)}, {"10.0.0.1": 4711}, "token", open_files=65536)
 ALL_WELL = "Python 3.11.9, nbelastic 0.1.0, torch 2.13.0, ipyparallel 9.2.0; no GPU; eth0 10.0.0.1"
 
 
@@ -37,12 +44,12 @@ def test_each_problem_of_a_host_says_what_to_do():
             "wrong",
             "torch 2.12.0+cpu there, 2.13.0 here: install the same versions there, or name another Python with --python.",
         ),
-        Finding("gpu1", "look", "torch 2.12.0+cpu: nbelastic was not tested with it, but with 2.11, 2.13, 2.14."),
+        Finding("gpu1", "warning", "torch 2.12.0+cpu: nbelastic was not tested with it, but with 2.11, 2.13, 2.14."),
         Finding("gpu1", "wrong", "GPU a: NVML has reported Xid 79: workers will not use it."),
         Finding(
             "gpu1", "wrong", "its torch is built without CUDA, so its GPUs stay unused: install a build with CUDA."
         ),
-        Finding("gpu1", "look", "1024 open files are enough for 149 workers: raise `ulimit -Hn`."),
+        Finding("gpu1", "warning", "1024 open files are enough for 149 workers: raise `ulimit -Hn`."),
     ]
 
 
@@ -59,6 +66,51 @@ def test_a_host_is_reached_if_one_of_its_addresses_is():
             "open all TCP ports between them in the firewall, or join them by a network.",
         )
     ]
+
+
+TOKEN = "0123456789abcdef" * 2
+REFUSED = "another host has this address"
+
+
+@pytest.mark.parametrize(("token", "error"), [(TOKEN, ""), ("f" * 32, REFUSED), (TOKEN[:16] + "f" * 16, REFUSED)])
+def test_a_host_answers_only_who_knows_its_token(token, error):
+    """Each end shows the other one half of it."""
+    (port,) = host_facts._listen(["127.0.0.1"], TOKEN.encode()).values()
+    assert host_facts._reach(Target("h", "127.0.0.1", port, token)) == Reached("h", "127.0.0.1", error)
+
+
+@pytest.mark.parametrize("sent", [b"f" * 16, b"GET / HTTP/1.1\r\n\r\n", TOKEN[:15].encode()])
+def test_a_stranger_gets_no_answer(sent):
+    """Its connection is closed, and delays no other one."""
+    ((address, port),) = host_facts._listen(["127.0.0.1"], TOKEN.encode()).items()
+    with socket.create_connection((address, port), 10), socket.create_connection((address, port), 10) as other:
+        other.sendall(sent)
+        other.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):  # it was closed with unread bytes
+            assert other.recv(64) == b""
+        assert host_facts._reach(Target("h", address, port, TOKEN)).error == ""
+
+
+def test_ctrl_c_ends_the_processes_of_the_doctor(monkeypatch):
+    """The call returns at once, also if a host does not answer."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = psutil.Process().children()
+    monkeypatch.setattr(doctor, "CODE", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor, "wait_for_result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        examine([])
+    assert [child for child in psutil.Process().children() if child not in before] == []
+
+
+def test_a_machine_without_ssh_is_a_finding(monkeypatch):
+    """It says which program is missing."""
+    monkeypatch.setattr(doctor.ssh, "command", lambda *_: ["no-such-ssh"])
+    found = [finding for finding in examine(["no-such-host.invalid"]) if finding.host != HERE]
+    text = "no-such-ssh cannot be started here: No such file or directory."
+    assert found == [Finding("no-such-host.invalid", "wrong", text)]
 
 
 def test_this_machine_is_examined_with_all_its_names():
