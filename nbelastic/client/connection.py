@@ -257,8 +257,9 @@ class Connection:
                 self._predecessor = None
             case u.Update():
                 self._apply(message)
-            case u.Part(number=number, piece=piece) if number in self._pending:
-                self._pending[number][2](piece)
+            case u.Part(number=number, piece=piece):
+                _, _, on_piece = self._pending.get(number, (None, None, r.ignore_piece))  # another thread may cancel it
+                on_piece(piece)
             case u.Answer(number=number, value=value):
                 kind, future, _ = self._pending.get(number, (r.Request, None, None))
                 answer = msgspec.msgpack.decode(value, type=r.ANSWERS.get(kind, Any))

@@ -33,6 +33,7 @@ STATUS_INTERVAL = 0.25  # the same if only the status has changed
 COST_FACTOR = 10  # the pause after an update is at least so many times as long as the update took
 MAX_NAME_LENGTH = 80  # characters of a client's name
 MAX_UNREAD = 1 << 20  # bytes; a client that has not read more gets no updates
+MISSED = "… this kernel did not read for a while: output of the cell is missing here …\n"
 FIRST_CLIENT_TIMEOUT = (
     10.0  # seconds until the client that has started the driver must connect, if the cluster ends at once
 )
@@ -210,6 +211,7 @@ class _Connection(asyncio.Protocol):
         self._setup: dict[str, str] = {}  # as it was sent
         self._jobs: dict[str, tuple[int, int, bool]] = {}  # what was sent of each job: see `_progress`
         self._is_writing_paused = False  # the client has not read what it was sent; the next update waits for that
+        self._missed_pieces: dict[int, str] = {}  # by request: a worker whose output was left out
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -262,8 +264,16 @@ class _Connection(asyncio.Protocol):
         future.add_done_callback(lambda future: self._send_answer(number, future))
 
     def _send_piece(self, number: int, piece: r.Piece) -> None:
-        if not self._transport.is_closing():
+        """Send a piece of output. A client that does not read gets a line instead of what it has missed."""
+        if self._is_writing_paused:
+            self._missed_pieces[number] = piece.worker
+        elif not self._transport.is_closing():
             self._transport.write(u.frame(u.Part(number, piece)))
+
+    def _note_missed_pieces(self, number: int) -> None:
+        worker = self._missed_pieces.pop(number, None)
+        if worker is not None:
+            self._transport.write(u.frame(u.Part(number, r.Piece(worker, "err", MISSED))))
 
     def _greet(self, version: str, fingerprint: str) -> None:
         if fingerprint != u.fingerprint():
@@ -284,6 +294,7 @@ class _Connection(asyncio.Protocol):
         if future.cancelled() or self._transport.is_closing():
             return
         self.update(u.encoded(self._driver.status), even_if_paused=True)
+        self._note_missed_pieces(number)
         error = future.exception()
         if error is None:
             self._transport.write(u.frame(u.Answer(number, u.encoded(future.result()))))
@@ -297,6 +308,8 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_writing_paused = False
+        for number in list(self._missed_pieces):
+            self._note_missed_pieces(number)
         self.update(u.encoded(self._driver.status))
 
     def update(self, status: msgspec.Raw, *, last: bool = False, even_if_paused: bool = False) -> None:

@@ -131,6 +131,27 @@ def test_a_client_that_does_not_read_fills_no_memory(start_hostless):
         assert received == cluster.events
 
 
+def test_output_of_a_cell_that_a_client_does_not_read_is_left_out(start_hostless):
+    """The driver buffers little of it. The client gets a line in its place, also before the answer."""
+    cluster = start_hostless()
+    with RawClient(cluster) as raw:
+        raw.send(u.ClientHello("1", u.fingerprint()))
+        raw.send(u.Ask(5, u.encoded(r.WaitForWorld(3))))
+        connections = driver_of(cluster)._clients._greeted
+        (own,) = until(lambda: [one for one in [*connections] if one._pending], what="the request")
+        piece = r.Piece("a/0#1", "out", "x" * 50_000)
+        in_driver(cluster, lambda _: [own._send_piece(5, piece) for _ in range(200)])
+        assert own._transport.get_write_buffer_size() < 2 * clients.MAX_UNREAD
+        received = []
+        while clients.MISSED not in received:
+            message = raw.receive()
+            received += [message.piece.text] if isinstance(message, u.Part) else []
+        assert 1 < len(received) < 200
+        in_driver(cluster, lambda _: own._send_piece(5, piece))
+        while not (isinstance(message := raw.receive(), u.Part) and message.piece == piece):
+            pass
+
+
 def test_a_request_that_timed_out_is_forgotten(start_hostless):
     """The driver forgets a request whose client stopped waiting."""
     cluster = start_hostless()
