@@ -38,11 +38,12 @@ class _Fetch(NamedTuple):
 class Results:
     """Lives in the driver's thread.
 
-    A value is in the message, or in a file under `folder`, or must be fetched in pieces with `send(worker, message)`.
+    A value is in the message, or in a file under `folder`, or must be fetched in pieces with `send(worker, message)`. One value
+    per worker is fetched at a time. `what` names a value in errors.
     """
 
-    def __init__(self, folder: Path, send: Send) -> None:
-        self._folder, self._send = folder, send
+    def __init__(self, folder: Path, send: Send, what: str = "the result") -> None:
+        self._folder, self._send, self._what = folder, send, what
         self._fetches: dict[WorkerId, _Fetch] = {}
 
     def receive(self, result: worker_messages.ProgramResult, done: Callable[[Outcome], None]) -> None:
@@ -66,12 +67,12 @@ class Results:
     def _in_file(self, result: worker_messages.ProgramResult, value: messages.Blob) -> Outcome:
         path = Path(value.path)
         if path.parent != self.folder(result.job):  # the workers' key must not open any file of the notebook's user
-            return Outcome(f"the result of {result.worker} is outside the folder for results: {path}")
+            return Outcome(f"{self._what} of {result.worker} is outside the folder for results: {path}")
         try:
             complete = path.stat().st_size == value.size
         except OSError as error:
-            return Outcome(f"the result of {result.worker} cannot be read: {error}")
-        return Outcome(value=value) if complete else Outcome(f"the result of {result.worker} is incomplete: {path}")
+            return Outcome(f"{self._what} of {result.worker} cannot be read: {error}")
+        return Outcome(value=value) if complete else Outcome(f"{self._what} of {result.worker} is incomplete: {path}")
 
     def folder(self, job: str) -> Path:
         """Where the job's workers on this machine write long values."""
@@ -106,7 +107,7 @@ class Results:
         with suppress(OSError):
             if size > max(pickling.IN_MEMORY, shutil.disk_usage(self._folder.parent).free):
                 why = os.strerror(errno.ENOSPC)
-                return pickling.no_space(f"the result of {result.worker}", size, self._folder, why)
+                return pickling.no_space(f"{self._what} of {result.worker}", size, self._folder, why)
         return ""
 
     def _store(self, w: WorkerId, fetch: _Fetch) -> Outcome:
@@ -119,7 +120,7 @@ class Results:
             except OSError as error:
                 if fetch.size > pickling.IN_MEMORY:
                     return Outcome(
-                        pickling.no_space(f"the result of {w}", fetch.size, path.parent, error.strerror or str(error))
+                        pickling.no_space(f"{self._what} of {w}", fetch.size, path.parent, error.strerror or str(error))
                     )
         return Outcome(value=messages.Blob(fetch.size, bytes(fetch.data)))
 

@@ -43,7 +43,8 @@ class StatePulls:
         pending: Pending,
     ) -> None:
         self._cluster, self._cells, self._jobs, self._pending = cluster, cells, jobs, pending
-        self._results = Results(folder, lambda w, message: workers.send((w,), message))
+        self._results = Results(folder, lambda w, message: workers.send((w,), message), "the training state")
+        self._turn = asyncio.Lock()  # of one pull at a time: a worker keeps one state for a driver that fetches it
         self._numbers = itertools.count(time.time_ns())  # unique among all drivers of the cluster
         self._tasks: set[asyncio.Task[None]] = set()
         self._arriving: dict[str, Future[Outcome]] = {}  # states on their way, by key
@@ -72,9 +73,10 @@ class StatePulls:
         pull = cell_messages.Pull(request.job, request.name, key, str(folder))
         try:
             make_private(folder)
-            self._arriving[key] = Future()
-            self._senders[key] = await self._at_commit(pull) or await self._after_the_end(pull, run)
-            value = await self._value(key)
+            async with self._turn:
+                self._arriving[key] = Future()
+                self._senders[key] = await self._at_commit(pull) or await self._after_the_end(pull, run)
+                value = await self._value(key)
         except NbelasticError as error:
             resolve_if_pending(result.set_exception, error)
         except Exception as error:  # noqa: BLE001  (whatever it is, the client waits for it)

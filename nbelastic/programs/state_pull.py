@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from nbelastic.errors import NbelasticError, StateError
+from nbelastic.programs.tracebacks import summary
 from nbelastic.protocol import cell_messages, messages
 from nbelastic.state.state import State
 from nbelastic.system import pickling
@@ -17,16 +18,14 @@ from nbelastic.system.private_files import replace_private
 from nbelastic.worker.session import Session
 from nbelastic.worker.threads import run_in_thread
 
-MAX_ERROR = 500  # characters
 
-
-def pull_kept(session: Session, number: int, order: cell_messages.Pull) -> cell_messages.CellResult:
+def pull_kept(session: Session, number: int, request: cell_messages.Pull) -> cell_messages.CellResult:
     """Send the state as the elastic function has left it, or else as it was at its last commit."""
     try:
-        state = _ended_state(session, order.job)
+        state = _ended_state(session, request.job)
     except Exception as error:  # noqa: BLE001  (the client waits for an answer)
         return _result(session, number, error)
-    return pull(session, number, order, state)
+    return pull(session, number, request, state)
 
 
 def _ended_state(session: Session, job: str) -> State:
@@ -43,36 +42,36 @@ def _ended_state(session: Session, job: str) -> State:
     return state  # type: ignore[no-any-return]
 
 
-def pull(session: Session, number: int, order: cell_messages.Pull, state: State) -> cell_messages.CellResult:
+def pull(session: Session, number: int, request: cell_messages.Pull, state: State) -> cell_messages.CellResult:
     """Copy the state, and let a thread send it. Returns the end of the cell, with an error in one line if there is one."""
     try:
-        copied = b"".join(pickling.pack(values(state, order.name)))
+        copied = b"".join(pickling.pack(values(state, request.name)))
     except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
         return _result(session, number, error)
-    run_in_thread(lambda: session.link.send(_send(session, order, copied)))
+    run_in_thread(lambda: session.link.send(_send(session, request, copied)))
     return _result(session, number)
 
 
-def _send(session: Session, order: cell_messages.Pull, copied: bytes) -> cell_messages.StatePulled:
+def _send(session: Session, request: cell_messages.Pull, copied: bytes) -> cell_messages.StatePulled:
     """Write a copied state into a file, or keep it until the driver has fetched it."""
     worker, size = session.worker, len(copied)
-    if not order.folder:
-        session.keep_state_value(order.key, copied)
-        return cell_messages.StatePulled(worker, order.key, state=messages.Blob(size))
-    path = Path(order.folder) / str(worker).replace("/", "-")
+    if not request.folder:
+        session.keep_state_value(request.key, copied)
+        return cell_messages.StatePulled(worker, request.key, state=messages.Blob(size))
+    path = Path(request.folder) / str(worker).replace("/", "-")
     try:
         replace_private(path, [copied])
     except Exception as error:  # noqa: BLE001  (the client waits for an answer)
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        text = f"the training state ({size / 1e6:,.1f} MB) cannot be saved in {order.folder}: {why}"
-        return cell_messages.StatePulled(worker, order.key, text)
-    return cell_messages.StatePulled(worker, order.key, state=messages.Blob(size, path=str(path)))
+        text = f"the training state ({size / 1e6:,.1f} MB) cannot be saved in {request.folder}: {why}"
+        return cell_messages.StatePulled(worker, request.key, text)
+    return cell_messages.StatePulled(worker, request.key, state=messages.Blob(size, path=str(path)))
 
 
 def _result(session: Session, number: int, error: Exception | None = None) -> cell_messages.CellResult:
-    text = f"the training state cannot be sent: {type(error).__name__}: {error}" if error is not None else ""
+    text = f"the training state cannot be sent: {summary(error)}" if error is not None else ""
     text = str(error).rstrip(".") if isinstance(error, NbelasticError) else text
-    return cell_messages.CellResult(session.worker, number, "", "", text[:MAX_ERROR], "")
+    return cell_messages.CellResult(session.worker, number, "", "", text, "")
 
 
 def values(state: State, name: str = "") -> Any:

@@ -75,7 +75,7 @@ def unpack(data: Bytes) -> Any:
 
 def no_space(what: str, size: int, folder: Path, why: str) -> str:
     """The error for a value that the disk has no space for."""
-    return f"OSError: {what} ({size / 1e6:,.1f} MB) cannot be saved in {folder}: {why}; free some space there, or return less"
+    return f"OSError: {what} ({size / 1e6:,.1f} MB) cannot be saved in {folder}: {why}; free some space there"
 
 
 def mapped(path: Path) -> mmap.mmap:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from tests.hosts.cluster_checks import LONG
 
 
 def test_values_and_states_cross_the_network(make, tmp_path):
-    """Pushed values reach the hosts in pieces, also a later host; the state of rank 0 comes back in pieces."""
+    """Pushed values reach the hosts in pieces, also a later host; the state of rank 0 comes back in pieces.
+
+    Several pulls at once all get it.
+    """
     cluster = make("h1:1", min=1)
     data = torch.arange(3_000_000)
     cluster.push(data=data)
@@ -31,6 +36,9 @@ def test_values_and_states_cross_the_network(make, tmp_path):
     assert torch.equal(state["data"], data)
     assert state["model"]["weight"].shape == (500, 1000)
     assert job.state_dict("step", timeout=LONG) > state["step"]
+    with ThreadPoolExecutor(3) as threads:  # several notebooks pull at once
+        found = [threads.submit(job.state_dict, timeout=LONG) for _ in range(3)]
+    assert all(torch.equal(one.result()["data"], data) for one in found)
     job.stop()
     job.wait(LONG)
     assert torch.equal(job.state_dict("data", timeout=LONG), data)

@@ -378,5 +378,5 @@ def test_a_long_result_without_space_is_an_error_in_words(session, monkeypatch, 
     long = run(session, message)[0]
     assert short.value == messages.Blob(short.value.size)
     assert long.error == (
-        f"OSError: the result (0.1 MB) cannot be saved in {tmp_path}: No space left on device; free some space there, or return less"
+        f"OSError: the result (0.1 MB) cannot be saved in {tmp_path}: No space left on device; free some space there"
     )
