@@ -145,8 +145,8 @@ class Jobs:
                 self._loop.call_soon(self._post, SwapFailed(w, command.program, error))
             return
         for w in command.workers:
-            order = worker_messages.NewProgram(self._for_worker(program, w), command.generation, command.on_trial)
-            self._workers.send((w,), order)
+            new = worker_messages.NewProgram(self._for_worker(program, w), command.generation, command.on_trial)
+            self._workers.send((w,), new)
 
     def _for_worker(self, program: worker_messages.Program, w: WorkerId) -> worker_messages.Program:
         call, results = program.call, str(self.results.folder(program.job))

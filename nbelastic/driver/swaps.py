@@ -38,7 +38,10 @@ class Swaps:
         self._new: dict[int, _NewProgram] = {}  # by number, while a client waits for it
 
     def submit(self, request: Swap, run: JobRun, cluster: ClusterState, outcome: Future[SwapOutcome]) -> None:
-        """Replace the program of this run. If `outcome` is cancelled, so is the swap. UsageError beside another one."""
+        """Replace the program of this run. If `outcome` is cancelled, so is the swap.
+
+        UsageError: another swap is under way or came first, or the training has ended.
+        """
         if cluster.halt.swap or (cluster.active is not None and cluster.active.trial):
             raise UsageError("another new program is being tried: wait until it has made its first commit.")
         number = next(self._numbers)
@@ -53,8 +56,8 @@ class Swaps:
                 return SwapOutcome(run.name, new.notes)
             if new.failure is not None:
                 return new.failure
-            what = "another new program came first" if job is not None else "the training has ended"
-            return SwapOutcome(run.name, error=f"the program was not replaced: {what}")
+            why = "the event log says why" if job is not None else "the training has ended"
+            raise UsageError(f"the program of {run.name} was not replaced: {why}.")
 
         def forget(outcome: Future[SwapOutcome]) -> None:
             if outcome.cancelled():
@@ -71,7 +74,7 @@ class Swaps:
         return new.program if new is not None else None
 
     def receive(self, report: worker_messages.SwapReport, rank: int | None) -> None:
-        """Take what a worker says of a new program."""
+        """Take a worker's report on a new program."""
         new = self._new.get(report.number)
         if report.error:
             if new is not None and new.failure is None:
