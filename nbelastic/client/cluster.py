@@ -279,9 +279,12 @@ class Cluster(ClusterView):
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its program.
 
         Returns a list of (worker, stdout, stderr, error); the error is the remote traceback, or None. While the cell runs,
-        `on_output(pieces)` is called ten times per second with what it has just printed and displayed: a list of `Piece`s. Ctrl-C, and the end of `timeout`, interrupt the cell on the workers, which stay. A setup cell is kept if
-        it succeeds on a worker. It replaces the one with the same `key` or, without a key, the same source. A worker on which
-        it fails takes part in no job until the cell is corrected or cleared. UsageError while a job or another setup cell runs.
+        `on_output(pieces)` is called ten times per second with what it has just printed and displayed: a list of `Piece`s.
+        Ctrl-C, and the end of `timeout`, interrupt the cell on the workers, which stay.
+
+        A setup cell is kept if it succeeds on a worker, also after the end of `timeout`. It replaces the one with the same
+        `key` or, without a key, the same source. A worker on which it fails takes part in no job until the cell is corrected
+        or cleared. UsageError while a job or another setup cell runs.
 
         `at_commit`: in the middle of the running program, on `ranks` (default: all). The ranks stop together after a step,
         run the cell, and train on. It sees the program's names, with `state`; what it changes on all ranks is trained on with.

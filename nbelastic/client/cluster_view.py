@@ -21,9 +21,7 @@ class ClusterView:
     _link: DriverLink
     _subscriptions: Subscriptions
     _engines: EngineClient
-    _shown: Any = (
-        None  # the dashboard at the ends of cells, always the same: one stream of updates serves all its views
-    )
+    _shown: Any = None  # the dashboard at the ends of cells: one stream of updates serves all its views
 
     @property
     def died(self) -> bool:

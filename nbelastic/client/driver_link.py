@@ -114,8 +114,8 @@ class DriverLink:
     ) -> Any:
         """Return the driver's answer, or raise its error. `cancel`: cancel the request if this call ends without an answer.
 
-        `on_pieces` is called in this thread, ten times per second, with new output that comes before the answer. Ctrl-C cancels cells, and no other requests.
-        WaitTimeoutError names `what` it waited for. A repeatable request is sent again if the driver dies.
+        `on_pieces` is called in this thread, ten times per second, with new output that comes before the answer. Ctrl-C cancels
+        setup cells too. WaitTimeoutError names `what` it waited for. A repeatable request is sent again if the driver dies.
         """
         driver, begun = self.running(), time.monotonic()
         pieces: SimpleQueue[requests.Piece] = SimpleQueue()

@@ -58,9 +58,8 @@ def resume(
     inside = {}
     if job is not None:
         inside = {w: report for w, report in reports.items() if report.job == job.name and _is_there(cluster, w)}
-        out.append(
-            cmd.KeepProgram(job.program, tuple(inside))
-        )  # the last driver may have begun a swap, or decided on one
+        # The last driver may have begun a swap, or decided on one.
+        out.append(cmd.KeepProgram(job.program, tuple(inside)))
         cluster = _restore_job(cluster, saved, inside, now, out)
     cluster = _stop_old_programs(cluster, now, out)
     cluster = provisioning.provision(_drain_surplus(cluster, now, out), now, out)

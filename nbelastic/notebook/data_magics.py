@@ -8,22 +8,21 @@ from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic
+from nbelastic.notebook.magic_arguments import argument, magic, several
 
 
 @magics_class
 class DataMagics(ClusterMagics):
     """The part of `ElasticMagics` that moves values."""
 
-    @magic("line", argument("names", nargs="+", metavar="VARIABLE", help="variables of the notebook"))
+    @magic("line", several("names", metavar="VARIABLE", help="variables of the notebook"))
     def elastic_push(self, options: Namespace) -> None:
         """Set variables of the notebook on every worker, also on those that join later. Returns when they are set."""
         cluster, namespace = self._cluster(), self.shell.user_ns
-        names = [name for text in options.names for name in text.split(",") if name]
-        missing = [name for name in names if name not in namespace]
+        missing = [name for name in options.names if name not in namespace]
         if missing:
             raise UsageError(f"the notebook has no variable {missing[0]!r}.")
-        cluster.push({name: namespace[name] for name in names})
+        cluster.push({name: namespace[name] for name in options.names})
 
     @magic(
         "line",
@@ -38,9 +37,5 @@ class DataMagics(ClusterMagics):
 
         A model's value is its `state_dict()`. While a job trains, rank 0 copies it at the next commit.
         """
-        if not options.variable.isidentifier():
-            raise UsageError(f"{options.variable!r} is not a valid variable name.")
-        job = self._cluster().job
-        if job is None:
-            raise UsageError("no job has run yet: start one with %%elastic_run.")
-        self.shell.user_ns[options.variable] = job.state_dict(options.name, timeout=options.timeout)
+        self._check_variable(options.variable)
+        self._keep(options.variable, self._job().state_dict(options.name, timeout=options.timeout))

@@ -32,10 +32,12 @@ class RunMagics(ClusterMagics):
             help="for a cell: start from the newest checkpoint in this folder, and save there",
         ),
         argument("--checkpoint-every", type=int, metavar="N", help="for a cell: commits between two checkpoints (100)"),
-        argument(
-            "--swap", action="store_true", help="a cell replaces the program of the job that runs, between two steps"
-        ),
         argument("--checkpoint-keep", type=int, metavar="K", help="for a cell: how many checkpoints are kept (3)"),
+        argument(
+            "--swap",
+            action="store_true",
+            help="for a cell: replace the program of the job that runs, between two steps",
+        ),
         *SCRIPT_OPTIONS,
         argument(
             "script", nargs=REMAINDER, metavar="SCRIPT", help="instead of a cell: a torchrun script and its arguments"
@@ -62,8 +64,7 @@ class RunMagics(ClusterMagics):
         else:
             with short_syntax_errors():
                 job = self._cluster().run_cell(cell, swap=options.swap, **checkpoints)
-        if options.job_variable:
-            self.shell.user_ns[options.job_variable] = job
+        self._keep(options.job_variable, job)
         if options.wait or options.timeout is not None:
             job.result(timeout=options.timeout)
         return job

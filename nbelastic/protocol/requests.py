@@ -338,7 +338,7 @@ def refuse_push(present: str) -> None:
     if present:
         raise UsageError(
             f"{present} is running: values are pushed between jobs. Change those of the running program with "
-            "%%elastic --at-commit."
+            "%%elastic_px --at-commit."
         )
 
 

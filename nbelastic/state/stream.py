@@ -30,7 +30,7 @@ class ElasticStream:
     each time. The number of samples in a shard need not be known.
 
     Give the stream to a state, and iterate `loader(batch_size)` inside the elastic function. All ranks get the same
-    number of batches. After each optimizer step call `record_batch()`. A rank that has no samples left gets a repeated
+    number of batches. Call `record_batch()` for each, after the optimizer's step. A rank that has no samples left gets a repeated
     batch of weight 0 while others still have some: multiply the loss by `weight()`.
 
     A streaming dataset of Hugging Face is given alone: `ElasticStream(dataset)`.
@@ -173,7 +173,7 @@ class ElasticStream:
     def _forgotten(self) -> UsageError:
         return UsageError(
             f"{len(self._given)} batches of the stream were given and not recorded, so they would be used again: "
-            "call record_batch() after each optimizer step."
+            "call record_batch() once for each batch, after the optimizer's step."
         )
 
     def _names(self) -> int:
