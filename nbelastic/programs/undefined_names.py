@@ -10,17 +10,19 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
+GUARDS = frozenset({"NameError", "globals", "exec"})
+
 
 def refuse_undefined_names(function: Any) -> None:
     """NameError with all global names that the function, or a function that it uses, reads and no code sets.
 
-    Functions of modules are not searched, nor code that catches NameError.
+    Functions of modules are not searched, nor code that catches NameError, or that asks for its global names itself.
     """
     reads, sets = dict[str, str](), set[str]()
     for one in _functions(function):
         for code in _code_objects(one.__code__):
             sets |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
-            if "NameError" not in code.co_names:
+            if GUARDS.isdisjoint(code.co_names):
                 reads |= dict.fromkeys(_read_names(code) - one.__globals__.keys(), one.__name__)
     missing = {name: user for name, user in reads.items() if name not in sets and not hasattr(builtins, name)}
     if missing:

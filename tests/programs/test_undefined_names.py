@@ -29,6 +29,10 @@ def guarded():
     except NameError:
         return len("")
 
+def asks():
+    if "perhaps" in globals():
+        return perhaps
+
 def setter():
     global later
     later = 1
@@ -66,7 +70,7 @@ def test_an_undefined_name_is_named_with_its_function(notebook, function, missin
     assert f": {missing}. Define" in str(error.value)
 
 
-@pytest.mark.parametrize("function", ["guarded", "uses_setter", "setter"])
+@pytest.mark.parametrize("function", ["guarded", "asks", "uses_setter", "setter"])
 def test_a_name_that_may_be_missing_is_no_error(notebook, function):
     """One that is guarded against, or that another function sets."""
     refuse_undefined_names(notebook[function])
