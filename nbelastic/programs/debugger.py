@@ -70,7 +70,7 @@ class Breakpoints:
         """Nothing is sent before pdb asks for a line."""
 
     def readline(self) -> str:
-        """The next line of a client. WorldAborted if the world is over meanwhile; JobStoppedError."""
+        """The next line of a client. WorldAborted, ProgramRejected or JobStoppedError if the program is to leave meanwhile."""
         try:
             return self._wait_for_line()
         except BaseException:
@@ -89,6 +89,7 @@ class Breakpoints:
             try:
                 line = self._lines.get(timeout=POLL)
             except queue.Empty:
+                session.programs.raise_if_rejected()
                 session.raise_if_over()
                 session.refuse_if_stopped(session.output.job)
                 continue

@@ -53,16 +53,24 @@ class Programs:
             self._rejected = self._protocol.program
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
+    @property
+    def _is_rejected(self) -> bool:
+        return self.on_trial and self._rejected == self._protocol.program
+
+    def raise_if_rejected(self) -> None:
+        """ProgramRejected if the driver has rejected the present program, which is on trial."""
+        if self._is_rejected:
+            raise ProgramRejected
+
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """Raise ProgramRejected in the user's code if the driver rejects the present program. Our own code asks for itself."""
 
         def end(_: int, frame: FrameType | None) -> None:
-            if not self.on_trial or self._rejected != self._protocol.program:
-                return
             if is_in_user_code(frame):
-                raise ProgramRejected
-            signal.setitimer(signal.ITIMER_REAL, RETRY)
+                self.raise_if_rejected()
+            elif self._is_rejected:
+                signal.setitimer(signal.ITIMER_REAL, RETRY)
 
         before = signal.signal(signal.SIGALRM, end)
         try:

@@ -59,6 +59,8 @@ def broken(folder: str, how: str) -> None:
         raise ValueError("no data")
     if how == "without a commit":
         return
+    if how == "at a breakpoint":
+        breakpoint()  # noqa: T100  (it is what this is about)
 
     @nbe.elastic
     def loop(state):
@@ -144,6 +146,16 @@ def test_the_old_program_goes_on_if_nobody_waits_for_the_new_one(training):
     what = "the new program to make its first commit"
     with pytest.raises(WaitTimeoutError, match=what):
         training.cluster._link.ask(request(training, broken, "never"), 1.5, what, cancel=True)
+    training.wait_for_world(3)
+    training.finish()
+
+
+def test_a_new_program_at_a_breakpoint_can_be_given_up(training):
+    """Before it has a world, too: the old program goes on."""
+    what = "the new program to make its first commit"
+    with pytest.raises(WaitTimeoutError, match=what):
+        training.cluster._link.ask(request(training, broken, "at a breakpoint"), 2.0, what, cancel=True)
+    assert any(event.kind == "breakpoint" for event in training.cluster.events)
     training.wait_for_world(3)
     training.finish()
 
