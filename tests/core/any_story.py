@@ -12,7 +12,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.program_events import SwapCancelled, SwapSubmitted
+from nbelastic.protocol.program_events import BreakpointLeft, BreakpointReached, SwapCancelled, SwapSubmitted
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
 from tests.core.story import Story
@@ -115,6 +115,15 @@ class AnyStory(RuleBasedStateMachine):
         w = data.draw(st.sampled_from(sorted(halt.running)))
         self.story._unsay(w, ev.CommitCellEnded)
         self.story.send(ev.CommitCellEnded(w, halt.cells[0].number, begun, "x" * changed))
+
+    @precondition(lambda self: self.story.cluster.members)
+    @rule(data=st.data(), leaves=st.booleans())
+    def come_to_breakpoint(self, data, leaves):
+        w = data.draw(st.sampled_from(sorted(self.story.cluster.members)))
+        if leaves:
+            self.story.send(BreakpointLeft(w))
+        else:
+            self.story.send(BreakpointReached(w, 1, "train.py:9 in step", ""))
 
     @rule()
     def submit_program(self):
