@@ -337,10 +337,7 @@ class Cluster(ClusterView):
         self._link.ask(requests.Step(by, steps), timeout, f"all ranks to make {steps} commits")
 
     def debug(self, rank: int | None = None, timeout: float | None = None) -> None:
-        """Open the debugger of a program that waits at a `breakpoint()`: of this rank, or of any. Wait until there is one.
-
-        Each line that you enter goes to pdb there, until the program goes on (`c`); `q` does the same. Ctrl-C leaves it waiting.
-        """
+        """Wait for a `breakpoint()` of this rank, or of any, and pass your lines to pdb there until the program goes on (`c`)."""
         debug(self._link, rank, timeout)
 
     @property
