@@ -279,12 +279,10 @@ class Cluster(ClusterView):
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its program.
 
         Returns a list of (worker, stdout, stderr, error); the error is the remote traceback, or None. While the cell runs,
-        `on_output(pieces)` is called ten times per second with what it has just printed and displayed: a list of `Piece`s.
-        Ctrl-C, and the end of `timeout`, interrupt the cell on the workers, which stay.
-
-        A setup cell is kept if it succeeds on a worker, also after the end of `timeout`. It replaces the one with the same
-        `key` or, without a key, the same source. A worker on which it fails takes part in no job until the cell is corrected
-        or cleared. UsageError while a job or another setup cell runs.
+        `on_output(pieces)` is called ten times per second with what it has just printed and displayed, as `Piece`s. Ctrl-C, and
+        the end of `timeout`, interrupt the cell on the workers, which stay. A setup cell goes on after `timeout`, and is kept
+        if it succeeds on a worker. It replaces the one with the same `key` or, without a key, the same source. A worker on
+        which it fails takes part in no job until it is corrected or cleared. UsageError while a job or another setup cell runs.
 
         `at_commit`: in the middle of the running program, on `ranks` (default: all). The ranks stop together after a step,
         run the cell, and train on. It sees the program's names, with `state`; what it changes on all ranks is trained on with.
@@ -301,9 +299,8 @@ class Cluster(ClusterView):
             commit_outputs: list[CommitOutput] = self._link.ask(run, timeout, "the cell to end", cancel=True)
             return commit_outputs
         check_cell(source, awaits=True)
-        digest = hashlib.sha256(source.encode()).hexdigest()
-        run = requests.ExecuteSetup(key or f"cell-{digest[:8]}", source) if setup else requests.Execute(source)
-        # A setup cell is not cancelled by a timeout: it is kept if it succeeds later.
+        key = key or f"cell-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+        run = requests.ExecuteSetup(key, source) if setup else requests.Execute(source)
         outputs: list[CellOutput] = self._link.ask(
             run, timeout, "the cell to end", cancel=not setup, on_pieces=on_output
         )
