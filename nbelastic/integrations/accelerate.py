@@ -13,14 +13,10 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 from torch.utils.data import DataLoader, RandomSampler
 
 from nbelastic.errors import UsageError
+from nbelastic.integrations.loader_options import options_of, seed_of
 from nbelastic.state.sampler import ElasticSampler, local_batch_size
 from nbelastic.worker import ranks
 
-# What a prepared loader takes from the user's one, beside its data set, sampler and batch size.
-OPTIONS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("prefetch_factor", "persistent_workers", "in_order"),
-)
 SHARDING = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
 
 
@@ -81,9 +77,8 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         sampler: ElasticSampler = loader.sampler
         batch = loader.batch_size if sampler.global_batch is None else local_batch_size(sampler.global_batch)
-        options = {name: getattr(loader, name) for name in OPTIONS if hasattr(loader, name)}
-        generator = torch.Generator()  # else each new iterator would draw from the generator of the training
-        super().__init__(loader.dataset, device, batch_size=batch, sampler=sampler, generator=generator, **options)
+        options = {**options_of(loader), "generator": torch.Generator()}
+        super().__init__(loader.dataset, device, batch_size=batch, sampler=sampler, **options)
         self.weight = 1.0  # of this rank's mean loss of the present batch
         self._batch, self._ended_epoch = batch, -1
 
@@ -92,6 +87,7 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
         if sampler.epoch == self._ended_epoch:
             sampler.set_epoch(sampler.epoch + 1)
         self.iteration = sampler.epoch
+        self.generator.manual_seed(seed_of(sampler.seed, sampler.epoch, sampler.used))
         left = len(sampler)
         for batch in super().__iter__():
             size = min(self._batch, left)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from nbelastic.integrations.global_batches import GlobalBatches
+from nbelastic.integrations.loader_options import seed_of
 from nbelastic.integrations.trainer_progress import TrainerProgress
 from nbelastic.state.state import TorchState
 
@@ -92,7 +93,7 @@ class ElasticTrainer:
             persistent_workers=args.dataloader_persistent_workers,
             multiprocessing_context=args.dataloader_multiprocessing_context,
             prefetch_factor=args.dataloader_prefetch_factor,
-            generator=torch.Generator(),  # else each new iterator would draw from the generator of the training
+            generator=torch.Generator().manual_seed(seed_of(args.seed, self._elastic.progress.step)),
         )
 
     def _init_training_state(self: Any, *args: Any) -> tuple[int, int]:

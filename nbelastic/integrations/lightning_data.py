@@ -6,16 +6,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from nbelastic.errors import UsageError
+from nbelastic.integrations.loader_options import options_of, seed_of
 from nbelastic.state.sampler import ElasticSampler, local_batch_size
 
-_OPTIONS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
-)
 PLAIN = "{what}: give the elastic fit one plain DataLoader with a batch_size, shuffled or not, over a dataset with a length."
 
 
@@ -30,9 +28,10 @@ class SharedBatches:
     def __iter__(self) -> Iterator[Any]:
         if self._shares is None:
             assert self.sampler.global_batch is not None
-            options = {name: getattr(self._loader, name) for name in _OPTIONS if hasattr(self._loader, name)}
+            options = {**options_of(self._loader), "generator": torch.Generator()}
             size = local_batch_size(self.sampler.global_batch)
             self._shares = DataLoader(self._loader.dataset, batch_size=size, sampler=self.sampler, **options)
+        self._shares.generator.manual_seed(seed_of(self.sampler.seed, self.sampler.epoch, self.sampler.used))
         return iter(self._shares)
 
     def __len__(self) -> int:

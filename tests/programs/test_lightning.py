@@ -57,6 +57,17 @@ def test_an_epoch_has_the_same_batches_in_any_world(share):
     assert len(full) == len(list(full)) == 2
 
 
+def test_a_loader_draws_nothing_from_the_generator_of_the_training(share):
+    """A new world would change what dropout does. The loader's processes get other seeds in each epoch."""
+    batches, before, seeds = share(DataLoader(DATA, batch_size=4, shuffle=True)), torch.get_rng_state(), set()
+    for epoch in range(3):
+        batches.sampler.set_epoch(epoch)
+        assert sorted(torch.cat(list(batches)).tolist()) == DATA
+        seeds.add(batches._shares.generator.initial_seed())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(seeds) == 3
+
+
 @pytest.mark.parametrize("name", ["ModelParallelStrategy", "FSDPStrategy"])
 def test_a_sharded_strategy_is_refused(integration, name):
     """With the line to write for a sharded model."""
