@@ -40,7 +40,7 @@ def submit(cluster: ClusterState, event: pev.SwapSubmitted, out: Commands) -> Cl
     job = cluster.active
     if job is None or job.succeeded or job.trial or cluster.halt.swap:
         return cluster
-    out.append(cmd.Record("swap-requested", f"{event.by} replaces the program", generation=cluster.generation))
+    out.append(cmd.Record("swap-requested", f"new program requested by {event.by}", generation=cluster.generation))
     return replace(cluster, halt=replace(cluster.halt, swap=event.program))
 
 
