@@ -41,6 +41,17 @@ def uses_setter():
     setter()
     return later
 
+def optional(has_tracker):
+    if has_tracker:
+        tracker.log(1)
+    else:
+        other.log(1)
+    return known if has_tracker else default
+
+def loops(more):
+    while more():
+        train_step()
+
 @functools.cache
 def decorated():
     return missing
@@ -61,6 +72,7 @@ def notebook():
         ("uses_helper", "'deeper' in helper()"),
         ("inside", "'unknown' in inside()"),
         ("decorated", "'missing' in decorated()"),
+        ("loops", "'train_step' in loops()"),
     ],
 )
 def test_an_undefined_name_is_named_with_its_function(notebook, function, missing):
@@ -70,9 +82,9 @@ def test_an_undefined_name_is_named_with_its_function(notebook, function, missin
     assert f": {missing}. Define" in str(error.value)
 
 
-@pytest.mark.parametrize("function", ["guarded", "asks", "uses_setter", "setter"])
+@pytest.mark.parametrize("function", ["guarded", "asks", "optional", "uses_setter", "setter"])
 def test_a_name_that_may_be_missing_is_no_error(notebook, function):
-    """One that is guarded against, or that another function sets."""
+    """One that is guarded against, is read under a condition only, or is set by another function."""
     refuse_undefined_names(notebook[function])
 
 
