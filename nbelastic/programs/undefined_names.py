@@ -16,8 +16,8 @@ GUARDS = frozenset({"NameError", "globals", "exec"})
 def refuse_undefined_names(function: Any) -> None:
     """NameError with all global names that the function, or a function that it uses, reads and no code sets.
 
-    Functions of modules are not searched, nor code that catches NameError, or that asks for its global names itself. What is
-    read only under an `if` may never be read: `if HAS_WANDB: wandb.log(…)`.
+    Functions of modules are not searched, nor code that catches NameError, or that asks for its global names itself. A name
+    that is read only under an `if` may never be read: `if HAS_WANDB: wandb.log(…)`.
     """
     reads, sets = dict[str, str](), set[str]()
     for one in _functions(function):
