@@ -15,16 +15,17 @@ from nbelastic.errors import StateError
 from nbelastic.state import optimizers, rng
 from nbelastic.state.optimizers import frozen
 from nbelastic.state.state import State
+from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
 
 MOST = 4  # names in one note
 
 
 class Taken(NamedTuple):
-    """What the user should know, and whether large tensors begin with values that each rank has made by itself."""
+    """What the user should know, and whether some values are those that each rank has made by itself."""
 
     notes: list[str]
-    has_fresh_tensors: bool
+    may_be_unequal: bool
 
 
 def initial_values(state: State) -> dict[str, Any]:
@@ -49,14 +50,15 @@ def take_over(new: State, old: State, base: Mapping[str, Any], edited: Mapping[s
     check(new)
     tensors = _take_tensors(new, old)
     entries = _take_entries(new, old)
-    notes = _take_small(new, old, base, edited)
+    fresh, own = _take_small(new, old, base, edited)
+    notes = _listed("starts fresh with", fresh) + _listed("sets", own)
     notes += _listed("has new parameters", tensors + entries)
     missing = [name for name in old._contents.values if name not in new._contents.values]
     notes += _listed("does not take over", missing)
     rng.set_states(old._record._random)
     new.commits, new._began_at = old.commits, old.commits
     new._record_all()
-    return Taken(notes, bool(tensors or entries))
+    return Taken(notes, bool(tensors or entries or fresh or own))
 
 
 def _large(state: State) -> dict[str, torch.Tensor]:
@@ -104,22 +106,35 @@ def _copied(entry: Any) -> Any:
     return entry.detach().clone() if isinstance(entry, torch.Tensor) else frozen(entry)
 
 
-def _take_small(new: State, old: State, base: Mapping[str, Any], edited: Mapping[str, Any]) -> list[str]:
-    """Merge counters, options and the like. Returns notes on what the new program has set."""
+def _take_small(
+    new: State, old: State, base: Mapping[str, Any], edited: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Merge counters, options and the like. Returns the names that the new program begins with, and what it sets."""
     present, values, own, fresh = old._small_values(), dict[str, Any](), list[str](), list[str]()
+    logs = new._contents.named(StepLog)
     for name, value in edited.items():
-        if name not in present or name not in base or type(present[name]) is not type(value):
+        if name not in present or name not in base or type(base[name]) is not type(value):
             fresh.append(name)
+        elif name in logs:  # its key is new in each program, and is to stay that of the log
+            values[name] = present[name]
         else:
             values[name] = merged(base[name], present[name], value, name, own)
+            _begin_with_other_data(name, values, base[name], value)
     new._set_small_values(values)
-    return [*_listed("starts fresh with", fresh), *_listed("sets", own)]
+    return fresh, own
+
+
+def _begin_with_other_data(name: str, values: dict[str, Any], base: Any, edited: Any) -> None:
+    """A position in other data means nothing: a sampler or stream begins a pass through its new data."""
+    for data, position in (("samples", "used"), ("names", "positions")):
+        if isinstance(edited, dict) and {data, position} <= edited.keys() and base.get(data) != edited[data]:
+            values[name][position] = edited[position]
 
 
 def merged(base: Any, present: Any, edited: Any, name: str = "", own: list[str] | None = None) -> Any:
     """`present`, with the changes that were made from `base` to `edited`. The names of these are added to `own`."""
     own = [] if own is None else own
-    if _same(base, edited):
+    if _same(base, edited) or _same(present, edited):
         return present
     if isinstance(base, dict) and isinstance(present, dict) and isinstance(edited, dict):
         added = {key: value for key, value in present.items() if key not in base and key not in edited}

@@ -83,7 +83,7 @@ def test_other_shapes_and_names_are_said():
     old, base = trained(best=1.0)
     new = make(width=6, worst=2.0)
     found = taken(new, old, base)
-    assert found.has_fresh_tensors
+    assert found.may_be_unequal
     text = " ".join(found.notes)
     assert "new parameters model.0.weight" in text
     assert "starts fresh with worst" in text
@@ -100,8 +100,52 @@ def test_another_optimizer_begins_afresh():
     values = {**new._contents.values, "optimizer": torch.optim.SGD(new.model.parameters(), lr=0.1)}
     del values["scheduler"]
     found = taken(nbe.TorchState(**values), old, base)
-    assert found.has_fresh_tensors
+    assert found.may_be_unequal
     assert not values["optimizer"].state
+
+
+def test_values_that_each_rank_may_have_made_for_itself_are_sent_to_all():
+    """A new value, or one that was edited, may come from a random generator."""
+    old, base = trained(patience=3)
+    assert not taken(make(patience=3), old, base).may_be_unequal
+    assert taken(make(patience=4), old, base).may_be_unequal
+    assert taken(make(patience=3, salt=0.5), old, base).may_be_unequal
+
+
+def test_a_value_that_has_become_another_type_goes_on():
+    """`best=None` is a number after the first steps."""
+    old, base = trained(best=None)
+    old.best = 0.25
+    new = make(best=None)
+    assert taken(new, old, base).notes == []
+    assert new.best == 0.25
+
+
+def test_a_log_of_steps_goes_on_in_its_run():
+    """Its key is random, and thus another one in each program and on each rank."""
+    old, base = trained(log=nbe.StepLog(lambda _: None))
+    new = make(log=nbe.StepLog(lambda _: None))
+    assert taken(new, old, base) == ([], False)
+    assert new.log.key == old.log.key
+
+
+def test_a_sampler_begins_a_pass_through_other_data():
+    """Its position in the old data may be beyond the end of the new data. The pass of the same data goes on."""
+    old, base = trained(sampler=nbe.ElasticSampler([*range(100)]))
+    old.sampler.set_epoch(2)
+    old.sampler.record_batch(70)
+    old.commit()
+    for samples, used in ((100, 70), (50, 0)):
+        new = make(sampler=nbe.ElasticSampler([*range(samples)]))
+        taken(new, old, base)
+        assert (new.sampler.epoch, new.sampler.used) == (2, used)
+
+
+def test_objects_of_the_old_program_are_not_edited_by_the_training():
+    """A new state of the old objects begins with what the training has made of them: no line says so."""
+    old, base = trained()
+    new = nbe.TorchState(**old._contents.values)
+    assert taken(new, old, base) == ([], False)
 
 
 def test_a_sharded_state_takes_over_nothing():
