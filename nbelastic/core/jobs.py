@@ -114,6 +114,8 @@ def end(
     if inside:
         if outcome != "succeeded":
             cluster = abort_generation(cluster, reason, out)
+        if job.trial:  # the last checkpoint is the old program's
+            out.append(cmd.KeepProgram(job.program, inside))
         out.append(cmd.StopProgram(job.name, inside, reason, culprit))
     older = any(worker.job not in ("", job.name) for worker in cluster.workers.values())  # programs of earlier jobs
     ranks = job.ranks or tuple(sorted(job.ended))

@@ -106,6 +106,7 @@ class _Loop:
     def program_kept(self) -> None:
         """The driver has accepted the new program that this loop runs: the old one is over."""
         self.swap.keep()
+        self.committed()
 
     def forget(self) -> None:
         """Another program has replaced this one: free its memory."""

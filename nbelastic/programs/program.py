@@ -29,7 +29,6 @@ from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
 from nbelastic.system.private_files import replace_private
 from nbelastic.worker.environment import log_to
-from nbelastic.worker.interrupts import ProgramReplaced
 from nbelastic.worker.output_buffer import OutputStream, printable
 from nbelastic.worker.session import Session
 
@@ -70,8 +69,8 @@ class Runner:
         """In any thread: queue a message of the driver for the task that runs programs, or act on it at once."""
         if isinstance(message, worker_messages.CallPiece):
             self._pieces.put(message)  # the main thread waits for it outside the event loop
-        elif isinstance(message, worker_messages.KeepProgram):
-            self._session.programs.interrupt(message.number)
+        elif isinstance(message, worker_messages.NewProgram | worker_messages.KeepProgram):
+            self._session.programs.note(message)
         elif isinstance(message, worker_messages.DebuggerInput):
             self._breakpoints.take(message)
         elif isinstance(message, cell_messages.InterruptCell):  # now: the event loop waits for the cell
@@ -147,6 +146,7 @@ class Runner:
         requested = received = -REPEAT
         while at < call.size:
             self._session.refuse_if_stopped(job)
+            self._session.programs.raise_if_rejected()
             if self._session.link.disconnected or received < 0:
                 received = now()
             if now() - received >= FETCH_TIMEOUT:
@@ -198,7 +198,7 @@ def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes 
             session.begin(order.job, order.number)
             frameworks().begin()
             _prepare_checkpoints(session, order.checkpoints)
-            value = _until_replaced(partial(_start, order, call))
+            value = _until_replaced(session, partial(_start, order, call))
         except BaseException as error:  # noqa: BLE001  (it ends the program, not the worker)
             text = "" if isinstance(error, JobStoppedError) else describe(error)
             print(text or f"stopped: {error}", file=sys.stderr)
@@ -219,15 +219,19 @@ def _start(order: worker_messages.Program, call: pickling.Bytes | None) -> Any:
     return _execute(order, order.source) if call is None else _call(call)
 
 
-def _until_replaced(program: Callable[[], Any]) -> Any:
+def _until_replaced(session: Session, program: Callable[[], Any]) -> Any:
     """Run the program; the value, or the error, is that of the last one that has replaced it."""
     try:
-        return program()
-    except ProgramReplaced as end:
-        value, error = end.value, end.error
-    if error is not None:
-        raise error
-    return value
+        value = program()
+    except BaseException:
+        if session.programs.end is None:
+            raise
+    end, session.programs.end = session.programs.end, None
+    if end is None:
+        return value
+    if end.error is not None:
+        raise end.error
+    return end.value
 
 
 def _prepare_checkpoints(session: Session, checkpoints: tuple[str, int, int] | None) -> None:

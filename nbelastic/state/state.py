@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbelastic.errors import StateError, UsageError
-from nbelastic.state import checkpoints
+from nbelastic.state import checkpoints, rng
 from nbelastic.state.checkpoints import Saving
 from nbelastic.state.checks import check, frozen_value, only_numbers
 from nbelastic.state.commit_record import CommitRecord
@@ -34,6 +34,7 @@ from nbelastic.state.transfer import (
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
+SET_ASIDE = ("commits", "reset_callbacks", "_began_at", "_tensors", "_buffers", "_steps", "_record")
 QUICKLY_HASHED = 1 << 26  # bytes; a CPU takes 0.02 s
 
 
@@ -60,7 +61,7 @@ class State:
         self._skipped_reports: set[str] = set()  # names of reported values that were not numbers
         self.commits = 0
         self._began_at = 0  # commits at the beginning of the program
-        self._copying_before = ""  # of the steps' watch, while a new program is tried
+        self._aside: dict[str, Any] = {}  # attributes as they were before a new program, while that is tried
         self.reset_callbacks: list[Callable[[], object]] = []
         for name, value in values.items():
             if name.startswith("_") or hasattr(State, name) or name in self.__dict__:
@@ -186,16 +187,41 @@ class State:
         self._tensors.drop_pinned()
 
     def _set_aside(self) -> None:
-        """At a commit: a new program takes over the values. Until it has made a commit, `_take_up` returns to this one."""
-        self._record_all()
-        self._copying_before, self._steps.copying = self._steps.copying, ""
+        """At a commit: a new program takes over the values. Until that is kept, `_take_up` returns to this commit."""
+        kept = self._tensors.keep
+        try:
+            self._record_all()
+        except BaseException:  # there is not enough memory: this program goes on
+            self._tensors.keep = kept
+            raise
         self._steps.stop()
+        self._aside = {name: self.__dict__[name] for name in SET_ASIDE}
+        self._tensors, self._buffers = TensorSnapshot(keep=True), TensorSnapshot(keep=True)
+        self._steps = StepWatch(self._contents, self._tensors)
+        self.reset_callbacks = [*self.reset_callbacks]
+
+    def _begin_again(self, session: Session) -> None:
+        """The new program uses this state itself: its first commit must not replace the commit that was set aside."""
+        rng.set_states(self._record._random)
+        self._session, self._began_at = session, self.commits
+        self._survey()
+        self._record_all()
+        self._steps.start(session)
 
     def _take_up(self, session: Session) -> None:
         """The new program has failed: go on from the commit."""
+        self._steps.stop()
+        copying = self._aside["_steps"].copying
+        self.__dict__.update(self._aside)
+        self._aside = {}
+        self._session = session
         self.undo()
         self._steps.start(session)
-        self._steps.copying = self._copying_before
+        self._steps.copying = copying
+
+    def _forget_aside(self) -> None:
+        """The new program, which uses this state itself, is kept."""
+        self._aside = {}
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """The ranks `leaving` end after this commit: every other rank holds the same state, so they send nothing."""

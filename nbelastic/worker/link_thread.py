@@ -168,6 +168,7 @@ class LinkThread:
                 worker_messages.Program()
                 | cell_messages.Cell()
                 | worker_messages.CallPiece()
+                | worker_messages.NewProgram()
                 | worker_messages.KeepProgram()
                 | worker_messages.DebuggerInput()
             ):

@@ -7,12 +7,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from nbelastic.protocol import worker_messages
 from nbelastic.worker import protocol
 from nbelastic.worker.inbox import Inbox
-from nbelastic.worker.interrupts import ProgramRejected
+from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
 from nbelastic.worker.user_stack import is_in_user_code
 
 RETRY = 0.05  # seconds until the user's code is interrupted if our own code runs
@@ -25,20 +25,33 @@ class Programs:
         self._protocol, self._inbox, self._send = machine, inbox, send
         self.run: Callable[[worker_messages.Program], Any]  # runs a new program inside the present one
         self.ordered: worker_messages.NewProgram | None = None  # to be run between two generations
-        self._rejected = 0  # the program that the driver has rejected last
+        self._newest = 0  # the newest program that the driver has sent
+        self._kept: int | None = None  # the job's program, as the driver has decided since
         self.outer: Any = None  # the elastic loop's part that runs the present program inside another one
+        self.end: ProgramReplaced | None = (
+            None  # the last program has ended: the job's has, whatever the others still do
+        )
 
     @property
     def on_trial(self) -> bool:
         """Whether the present program is a new one that the driver has not accepted yet."""
         return self._protocol.on_trial
 
-    def begin(self, number: int, *, on_trial: bool) -> int:
-        """Another program is the present one; returns the number of the one from before."""
-        before, self.ordered = self._protocol.program, None
+    @property
+    def program(self) -> int:
+        """The number of the present program."""
+        return self._protocol.program
+
+    def begin(self, number: int, *, on_trial: bool) -> None:
+        """Another program is the present one."""
+        self.ordered = None
         with self._inbox.lock:
             self._protocol.program, self._protocol.on_trial = number, on_trial
-        return before
+
+    def replace(self, value: object = None, error: BaseException | None = None) -> NoReturn:
+        """The present program has ended, which has replaced others: raise ProgramReplaced in them."""
+        self.end = self.end or ProgramReplaced(value, error)
+        raise self.end from None
 
     def keeps(self, number: int) -> bool:
         """The job's program has this number: whether that is the present one, on trial until now. ProgramRejected if not."""
@@ -47,15 +60,20 @@ class Programs:
             raise ProgramRejected
         return was_on_trial
 
-    def interrupt(self, number: int) -> None:
-        """In the link's thread: the job's program has this number. Interrupt the user's code of a new one with another."""
-        if self.on_trial and number != self._protocol.program:
-            self._rejected = self._protocol.program
+    def note(self, order: worker_messages.NewProgram | worker_messages.KeepProgram) -> None:
+        """In the link's thread: the driver has decided. Interrupt the user's code of a program that it has rejected."""
+        if isinstance(order, worker_messages.NewProgram):
+            self._newest, self._kept = order.program.number, None
+        else:
+            self._kept = order.number
+        if self._is_rejected:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
     @property
     def _is_rejected(self) -> bool:
-        return self.on_trial and self._rejected == self._protocol.program
+        """Whether the driver has rejected the present program; its message may not have been read yet."""
+        present = self._protocol.program
+        return self.on_trial and (self._newest > present or self._kept not in (None, present))
 
     def raise_if_rejected(self) -> None:
         """ProgramRejected if the driver has rejected the present program, which is on trial."""
@@ -63,8 +81,8 @@ class Programs:
             raise ProgramRejected
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Raise ProgramRejected in the user's code if the driver rejects the present program. Our own code asks for itself."""
+    def interruptible(self, number: int, *, on_trial: bool) -> Iterator[None]:
+        """Begin this program. Raise ProgramRejected in the user's code if the driver rejects it. Our own code asks for itself."""
 
         def end(_: int, frame: FrameType | None) -> None:
             if is_in_user_code(frame):
@@ -74,6 +92,8 @@ class Programs:
 
         before = signal.signal(signal.SIGALRM, end)
         try:
+            self.begin(number, on_trial=on_trial)  # now, as the handler is there
+            self.raise_if_rejected()
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -238,9 +238,9 @@ class Protocol:
                 return [Post(message)]
             case messages.Rehome():
                 return [Perform(message), Post(message)]
-            case worker_messages.KeepProgram():
+            case worker_messages.NewProgram() | worker_messages.KeepProgram():
                 return [Post(message), Perform(message)]
-            case worker_messages.LoadKeptState() | worker_messages.NewProgram():
+            case worker_messages.LoadKeptState():
                 return [Post(message)]
         return [Perform(message)]
 

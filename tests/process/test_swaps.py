@@ -38,6 +38,19 @@ def train(state):
         state.commit()
 train(state)
 """
+FAILING = """\
+model = optimizer = name = None
+@nbe.elastic
+def train(state):
+    state.model.weight.data.zero_()
+    state.step += 1000
+    torch.distributed.all_reduce(torch.ones(1))
+    if nbe.rank() == 1:
+        {fails}
+    open({folder!r} + f"/rank-{{nbe.rank()}}", "w").close()
+    state.commit()
+train(state)
+"""
 LOOK = """\
 gc.collect()
 lr, step = state.optimizer.param_groups[0]['lr'], state.step
@@ -188,6 +201,43 @@ def test_the_memory_of_the_old_program_is_freed(make):
     assert found[0].startswith("([True, False], 0.5, True, 2,"), found
     assert len({*found}) == 1, "layers that begin afresh are equal on all ranks"
     cluster.stop_job()
+
+
+def look(cluster):
+    """The learning rate, whether there were steps, and the model's width and weights, on each rank."""
+    cells = cluster.execute(LOOK.format(step=cluster.status().step), at_commit=True)
+    return [json.loads(one.displays[-1])[0]["text/plain"].split(", ", 1)[1] for one in cells]
+
+
+def test_a_cell_that_uses_the_objects_of_the_old_one(make, tmp_path):
+    """If it fails, they are as they were, also on a rank that has made its first commit, and so are the names of cells.
+
+    If it works, it goes on with them.
+    """
+    cluster, folder = make("localhost:2", min=2), str(tmp_path)
+    cluster.run_cell(CELL.format(width=1, lr=0.0, more=""))
+    cluster.wait(2)
+    before = look(cluster)
+    late = "\n".join(
+        ["import os", f"        while not os.path.exists({folder + '/rank-0'!r}): pass", "        no_metric"]
+    )
+    with pytest.raises(JobError, match="no_metric"):
+        cluster.run_cell(FAILING.format(folder=folder, fails=late), swap=True)
+    assert look(cluster) == before
+    works = FAILING.format(folder=folder, fails="pass").replace("state.commit()", "while True: state.commit()")
+    cluster.run_cell(works, swap=True)
+    cluster.stop_job()
+
+
+def test_the_last_checkpoint_of_a_job_that_is_stopped_during_a_trial(make, tmp_path):
+    """It is that of the old program's last step, also if the new one hangs. The client learns that the training has ended."""
+    saved, cluster = tmp_path / "saved", make("localhost:2", min=2)
+    training = Training(cluster, tmp_path / "steps", programs.train, checkpoint=saved, checkpoint_every=10**6)
+    _, answer = begin_trial(training, training.wait_for_world(2))
+    training.job.stop()
+    assert "the training has ended" in answer.result(timeout=20).error
+    last = max(line["step"] for line in training.lines())
+    until(lambda: [p.name for p in saved.iterdir()] == [f"000001-commit-{last}"], what="the last checkpoint")
 
 
 def test_a_sharded_program_is_not_swapped(make, tmp_path):
