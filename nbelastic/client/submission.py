@@ -58,7 +58,7 @@ def _swap(link: DriverLink, program: worker_messages.Program) -> JobCopy:
     waits_for = "the new program to make its first commit"
     try:
         outcome: requests.SwapOutcome = link.ask(requests.Swap("you", program), None, waits_for, cancel=True)
-    except BaseException:
+    except UsageError:  # else the driver removes it or, if it has accepted the program, needs it
         _remove_call(program.call)
         raise
     if outcome.error:

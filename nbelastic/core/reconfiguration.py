@@ -58,6 +58,8 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
             decide = halts.agree if cluster.stage is Stage.ASKED else halts.progress
             cluster = decide(cluster, now, out)
             return _plan_change(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
+        case Stage.LEAVING if missing and swaps.is_on_trial(cluster):
+            return with_reason(cluster, Reason("swapping", of=size))
         case Stage.LEAVING if missing:
             return with_reason(cluster, Reason("leaving", size - missing, size, cluster.generation))
         case Stage.LEAVING:

@@ -115,6 +115,8 @@ def _patience(cluster: ClusterState) -> float:
             return timeouts.ask_for(cluster.limits.silence)
         case Stage.FORMING:
             return timeouts.form_for(size)
+        case Stage.LEAVING if cluster.active is not None and cluster.active.trial:  # a new program begins
+            return timeouts.program
         case Stage.LEAVING if len(cluster.awaiting) == size:  # they train; the step may be long
             return timeouts.step
         case _:

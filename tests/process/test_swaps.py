@@ -235,7 +235,8 @@ def test_the_last_checkpoint_of_a_job_that_is_stopped_during_a_trial(make, tmp_p
     training = Training(cluster, tmp_path / "steps", programs.train, checkpoint=saved, checkpoint_every=10**6)
     _, answer = begin_trial(training, training.wait_for_world(2))
     training.job.stop()
-    assert "the training has ended" in answer.result(timeout=20).error
+    with pytest.raises(UsageError, match="the training has ended"):
+        answer.result(timeout=20)
     last = max(line["step"] for line in training.lines())
     until(lambda: [p.name for p in saved.iterdir()] == [f"000001-commit-{last}"], what="the last checkpoint")
 
