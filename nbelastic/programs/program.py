@@ -23,7 +23,7 @@ from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.programs.debugger import Breakpoints
 from nbelastic.programs.elastic import frameworks
 from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
-from nbelastic.programs.undefined_names import refuse_undefined_names
+from nbelastic.programs.undefined_names import borrowed_names, refuse_undefined_names
 from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
@@ -62,6 +62,7 @@ class Runner:
         self._requests: asyncio.Queue[messages.Message] = asyncio.Queue()
         self._pieces: queue.SimpleQueue[worker_messages.CallPiece] = queue.SimpleQueue()
         self._newest_job = ""  # of the last program
+        self._names_before: frozenset[str] = frozenset()  # of cells, before that job
         self._interrupts = CellInterrupts()
         self._breakpoints = Breakpoints(session)
 
@@ -125,6 +126,7 @@ class Runner:
     def _program(self, order: worker_messages.Program) -> Outcome:
         log_to(order.log_dir, str(self._session.worker))
         call = None if order.call is None else self._fetch(order.job, order.call, order.number)
+        self._names_before = frozenset(get_ipython().user_ns)
         with self._breakpoints.enabled():
             return _run(self._session, order, call)
 
@@ -132,6 +134,10 @@ class Runner:
         """Run a new program inside the present one, and return its value. Raises what it raises."""
         call = None if order.call is None else self._fetch(order.job, order.call, order.number)
         frameworks().begin()
+        shell = get_ipython()
+        with contextlib.suppress(SyntaxError):  # the program raises it
+            code = compile(shell.transform_cell(order.source), "", "exec")
+            self._session.programs.borrowed = borrowed_names(code, shell.user_ns.keys() - self._names_before)
         return _start(order, call)
 
     def _fetch(self, job: str, call: messages.Blob, number: int = 0) -> pickling.Bytes:

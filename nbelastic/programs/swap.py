@@ -20,6 +20,7 @@ from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
 from nbelastic.worker.session import JobCheckpoints, Session
 
 FRAMES = 100  # of calls between two programs that run inside each other
+BORROWED = "workers that join later cannot run the new program, as only earlier ones define"
 NO_COMMIT = "the new program has ended before its first commit"
 
 
@@ -66,13 +67,22 @@ class Swap:
         elif old._loop.state is state:
             self._initial = old._initial
             state._begin_again(session)
+            self._report([])
         else:
             state.begin(session)
             self._initial = initial_values(state)
             taken = take_over(state, old._loop.state, old._initial, self._initial)
             self.is_unequal = taken.may_be_unequal
-            if session.is_rank_0:
-                session.programs.report(notes=tuple(taken.notes))
+            self._report(taken.notes)
+
+    def _report(self, notes: list[str]) -> None:
+        """Rank 0 tells the user what is special about the new program."""
+        programs = self._session.programs
+        if programs.borrowed:
+            names = ", ".join(programs.borrowed)
+            notes = [*notes, f"{BORROWED} {names}. Swap in a cell that defines all it uses"]
+        if self._session.is_rank_0:
+            programs.report(notes=tuple(notes))
 
     def end_state(self) -> None:
         """The elastic loop has ended. A program that has failed before it was accepted leaves nothing behind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -32,6 +32,14 @@ def refuse_undefined_names(function: Any) -> None:
             f"neither the notebook nor the workers define what the function uses: {used}. Define it in the notebook, or with "
             "cluster.push or a setup cell on the workers"
         )
+
+
+def borrowed_names(code: CodeType, names: Collection[str]) -> tuple[str, ...]:
+    """Those of `names` that a cell, or a function in it, reads, though the cell does not set them."""
+    steps = [step for one in _code_objects(code) for step in dis.get_instructions(one)]
+    reads = {step.argval for step in steps if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
+    sets = {step.argval for step in steps if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return tuple(sorted((reads - sets).intersection(names)))
 
 
 def _functions(function: Any) -> Iterator[FunctionType]:

@@ -28,6 +28,7 @@ class Programs:
         self._newest = 0  # the newest program that the driver has sent
         self._kept: int | None = None  # the job's program, as the driver has decided since
         self.outer: Any = None  # the elastic loop's part that runs the present program inside another one
+        self.borrowed: tuple[str, ...] = ()  # names of earlier programs that the newest one uses
         self.end: ProgramReplaced | None = (
             None  # the last program has ended: the job's has, whatever the others still do
         )

@@ -209,10 +209,10 @@ def look(cluster):
     return [json.loads(one.displays[-1])[0]["text/plain"].split(", ", 1)[1] for one in cells]
 
 
-def test_a_cell_that_uses_the_objects_of_the_old_one(make, tmp_path):
+def test_a_cell_that_uses_the_objects_of_the_old_one(make, tmp_path, capsys):
     """If it fails, they are as they were, also on a rank that has made its first commit, and so are the names of cells.
 
-    If it works, it goes on with them.
+    If it works, it goes on with them, and a line says that other workers lack them.
     """
     cluster, folder = make("localhost:2", min=2), str(tmp_path)
     cluster.run_cell(CELL.format(width=1, lr=0.0, more=""))
@@ -226,6 +226,7 @@ def test_a_cell_that_uses_the_objects_of_the_old_one(make, tmp_path):
     assert look(cluster) == before
     works = FAILING.format(folder=folder, fails="pass").replace("state.commit()", "while True: state.commit()")
     cluster.run_cell(works, swap=True)
+    assert "only earlier ones define nbe, state, torch. Swap in" in capsys.readouterr().out
     cluster.stop_job()
 
 
