@@ -6,6 +6,7 @@ copies of all tensors. After that only the new one goes on. When it ends, the ol
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from nbelastic.worker.session import JobCheckpoints, Session
 
 FRAMES = 100  # of calls between two programs that run inside each other
 BORROWED = "workers that join later cannot run the new program, as only earlier ones define"
+WORTH_COLLECTING = 1 << 26  # bytes; to look for unused objects takes 0.2 s
 NO_COMMIT = "the new program has ended before its first commit"
 
 
@@ -39,6 +41,12 @@ def cell_names() -> dict[str, Any]:
     """The variables of cells on this worker. An old program that goes on uses its own, not those of one that has failed."""
     shell = get_ipython()
     return {} if shell is None else shell.user_ns
+
+
+def _free_memory(state: State) -> None:
+    """Free models that nobody uses any more: DDP and others refer to themselves. For a small one it is not worth the time."""
+    if sum(tensor.nbytes for tensor in state._large()) > WORTH_COLLECTING:
+        gc.collect()
 
 
 class Swap:
@@ -105,6 +113,7 @@ class Swap:
         if old is not None:
             self._session.checkpoints = old._checkpoints
             old.end(keep=self._loop.state)
+            _free_memory(self._loop.state)
 
     def end(self, *, keep: State | None = None) -> None:
         """Another program has replaced this one, which does not go on. `keep`: the state of that one, maybe the same."""
@@ -174,3 +183,4 @@ class Swap:
         cell_names().clear()
         cell_names().update(self._names)
         self._names = {}
+        _free_memory(self._loop.state)
