@@ -144,3 +144,20 @@ def test_errors_without_a_cause_reject_the_new_program_and_not_the_job():
     story.quiet(2.0)
     check_training(story, 0, resets=2)
     assert "sizes differ" in story.records("swap-failed")[-1]
+
+
+def test_the_old_program_ends_a_job_that_is_stopped_during_a_trial():
+    """Workers return to it before they stop, so that the last checkpoint is of its last step."""
+    story = tried()
+    commands = story.send(ev.JobStopRequested(story.job.name))
+    kinds = [type(command) for command in commands if isinstance(command, cmd.KeepProgram | cmd.StopProgram)]
+    assert kinds == [cmd.KeepProgram, cmd.StopProgram]
+
+
+def test_a_program_may_take_long_to_begin_on_one_worker():
+    """It may fetch its data there: the others wait, and the worker is not replaced."""
+    story = tried().hear(ev.WorkerReady, *MEMBERS[:2])
+    story.wait(1000.0)
+    assert {*map(str, story.cluster.members)} == {*MEMBERS}
+    assert not story.commands(cmd.StopWorker)
+    check_training(story, 1)
