@@ -44,7 +44,7 @@ def cell_names() -> dict[str, Any]:
 
 
 def _free_memory(state: State) -> None:
-    """Free models that nobody uses any more: DDP and others refer to themselves. For a small one it is not worth the time."""
+    """Free models that are not used any more: DDP and others refer to themselves. For a small one it is not worth the time."""
     if sum(tensor.nbytes for tensor in state._large()) > WORTH_COLLECTING:
         gc.collect()
 
@@ -84,7 +84,7 @@ class Swap:
             self._report(taken.notes)
 
     def _report(self, notes: list[str]) -> None:
-        """Rank 0 tells the user what is special about the new program."""
+        """Rank 0 reports to the client what it should print about the new program."""
         programs = self._session.programs
         if programs.borrowed:
             names = ", ".join(programs.borrowed)

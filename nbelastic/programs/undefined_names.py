@@ -35,7 +35,7 @@ def refuse_undefined_names(function: Any) -> None:
 
 
 def borrowed_names(code: CodeType, names: Collection[str]) -> tuple[str, ...]:
-    """Those of `names` that a cell, or a function in it, reads, though the cell does not set them."""
+    """The `names` that a cell, or a function in it, reads, though the cell does not set them."""
     steps = [step for one in _code_objects(code) for step in dis.get_instructions(one)]
     reads = {step.argval for step in steps if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
     sets = {step.argval for step in steps if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
