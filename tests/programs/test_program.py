@@ -40,7 +40,7 @@ class FakeSession:
         self.link = SimpleNamespace(send=self.sent_to_driver, disconnected=False)
         self.answer = lambda message: None
         self.value, self.stopped = b"", ""
-        self.programs = SimpleNamespace(end=None, check=lambda: None)
+        self.programs = SimpleNamespace(end=None, raise_if_rejected=lambda: None)
 
     def sent_to_driver(self, message: messages.Message) -> None:
         self.answer(message)

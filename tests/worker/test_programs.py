@@ -35,7 +35,7 @@ def test_an_earlier_decision_does_not_reject_a_new_program(programs):
     programs.note(worker_messages.KeepProgram(0))
     programs.note(order(1))
     with programs.interruptible(1, on_trial=True):
-        programs.check()
+        programs.raise_if_rejected()
 
 
 def test_the_end_of_the_last_program_is_kept(programs):
