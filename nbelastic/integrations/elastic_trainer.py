@@ -111,9 +111,9 @@ class ElasticTrainer:
         options = [{name: value for name, value in group.items() if name != "params"} for group in raw.param_groups]
         prepared = super()._prepare_for_training(*args)  # type: ignore[misc]
         if self._elastic.progress.values:
-            self.lr_scheduler.load_state_dict(self._elastic.progress.values["scheduler"])
             for group, values in zip(raw.param_groups, options, strict=True):
                 group.update(values)
+            self._elastic.progress.restore_scheduler(self.lr_scheduler, raw.param_groups)
         return prepared  # type: ignore[no-any-return]
 
     def _run_epoch(self: Any, **about: Any) -> None:

@@ -20,6 +20,7 @@ class TrainerProgress:
 
     def __init__(self) -> None:
         self.global_batch = 0  # samples per step; 0 until the first world
+        self.learning_rates: list[float] = []  # of each parameter group, as the program sets them: a new program may set others
         self.values: dict[str, Any] = {}
         self._written = 0  # how many entries of the log history are in `values["history"]`
 
@@ -29,10 +30,11 @@ class TrainerProgress:
         return int(self.values["state"]["global_step"]) if self.values else 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"global_batch": self.global_batch, "values": self.values}
+        return {"global_batch": self.global_batch, "learning_rates": self.learning_rates, "values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.global_batch, self.values = state["global_batch"], state["values"]
+        self.learning_rates = state["learning_rates"]
         self._written = len(self._history())
 
     def capture(self, trainer: Any, epoch: int, epoch_start: int) -> None:
@@ -48,12 +50,28 @@ class TrainerProgress:
             "callbacks": [one.state()["attributes"] for one in _with_state(trainer)],
             "control": {name: getattr(trainer.control, name) for name in FLAGS},
             "scheduler": trainer.lr_scheduler.state_dict(),
+            "learning_rates": self.learning_rates,
             "loss": trainer._tr_loss.clone(),  # the sum since it was logged; to read its number would wait for the GPU
             "loss_logged": trainer._total_loss_scalar,
             "logged_at": trainer._globalstep_last_logged,
             "epoch": epoch,
             "epoch_start": epoch_start,
         }
+
+    def restore_scheduler(self, scheduler: Any, groups: list[dict[str, Any]]) -> None:
+        """Set the scheduler, which is new. If a new program has set other learning rates, its schedule goes on with them."""
+        if not self.values:
+            return
+        scheduler.load_state_dict(self.values["scheduler"])
+        before = self.values["learning_rates"]
+        if before == self.learning_rates or len(before) != len(self.learning_rates):
+            return
+        factors = [new / old if old else 1.0 for new, old in zip(self.learning_rates, before, strict=True)]
+        for group, rate, factor in zip(groups, self.values["scheduler"]["_last_lr"], factors, strict=True):
+            group["lr"] = rate * factor
+        for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            if hasattr(one, "base_lrs"):
+                one.base_lrs = [rate * factor for rate, factor in zip(one.base_lrs, factors, strict=True)]
 
     def restore_state(self, trainer: Any) -> None:
         """Set the Trainer's state: it has just made a new one."""

@@ -38,6 +38,7 @@ def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
     trainer.optimizer = _bare(trainer.optimizer)
     progress = TrainerProgress()
     progress.global_batch = global_batch or 0
+    progress.learning_rates = [group.get("initial_lr", group["lr"]) for group in trainer.optimizer.param_groups]
     values: dict[str, Any] = {"model": trainer.model, "optimizer": trainer.optimizer, "progress": progress}
     if trainer.accelerator.scaler is not None:
         values["scaler"] = trainer.accelerator.scaler

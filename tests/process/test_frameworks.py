@@ -4,6 +4,7 @@ import pytest
 
 from tests.process import framework_programs
 from tests.process.training import lines_in
+from tests.support.waiting import until
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
 SINGLE = {"rel": 1e-6, "abs": 1e-7}  # the Trainer adds losses, and Llama computes its loss, in single precision
@@ -90,3 +91,51 @@ def test_what_cannot_be_elastic_is_refused_in_words(run):
         for error, advice in zip(errors, expected, strict=True):
             assert advice in error
             assert "\n" not in error
+
+
+TRAINER = """
+import torch
+from transformers import Trainer, TrainingArguments
+from nbelastic.integrations.transformers import train
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x, labels):
+        loss = (self.layer(x) - labels).square().mean()
+        return {"loss": loss}
+
+arguments = TrainingArguments(
+    FOLDER, learning_rate=RATE, max_steps=100_000, warmup_steps=2, save_strategy="no", report_to=[], disable_tqdm=True,
+)
+data = [{"x": torch.randn(2), "labels": torch.randn(1)} for _ in range(30)]
+trainer = Trainer(Net(), arguments, train_dataset=data)
+train(trainer, global_batch=6)
+"""
+
+
+def test_a_new_program_sets_the_learning_rate_of_a_trainer(frameworks, tmp_path):
+    """Its schedule goes on with the new rate, also on a newcomer."""
+
+    def rates():
+        found = "trainer.lr_scheduler.base_lrs, trainer.optimizer.param_groups[0]['lr'] <= 0.001"
+        answers = frameworks.execute(f"print({found})", at_commit=True)
+        return {answer.stdout for answer in answers}
+
+    old = TRAINER.replace("FOLDER", repr(str(tmp_path)))
+    job = frameworks.run_cell(old.replace("RATE", "0.003"))
+    frameworks.step(5)
+    assert rates() == {"[0.003, 0.003] False\n"}
+    frameworks.resume()
+    frameworks.run_cell(old.replace("RATE", "0.001"), swap=True)
+    frameworks.wait(3)
+    assert rates() == {"[0.001, 0.001] True\n"}
+    restarted = frameworks.workers[0].id
+    frameworks.restart(restarted)
+    until(lambda: restarted not in {worker.id for worker in frameworks.workers}, what=f"the end of {restarted}")
+    frameworks.wait(3)
+    assert rates() == {"[0.001, 0.001] True\n"}
+    job.stop()
+    job.wait(timeout=30)
