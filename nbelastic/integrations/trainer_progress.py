@@ -20,7 +20,7 @@ class TrainerProgress:
 
     def __init__(self) -> None:
         self.global_batch = 0  # samples per step; 0 until the first world
-        self.learning_rates: list[float] = []  # of each parameter group, as the program sets them: a new program may set others
+        self.learning_rates: list[float] = []  # of the groups, as the program begins; a new program may change them
         self.values: dict[str, Any] = {}
         self._written = 0  # how many entries of the log history are in `values["history"]`
 

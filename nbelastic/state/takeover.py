@@ -174,4 +174,5 @@ def _listed(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return [f"the new program {what} {', '.join(names[:MOST])}{more}"]
+    shortest = sorted(names, key=len)[:MOST]  # a key of a callback's state may be a line of text
+    return [f"the new program {what} {', '.join(shortest)}{more}"]
