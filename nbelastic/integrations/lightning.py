@@ -201,9 +201,9 @@ class _ElasticFit:
             return
         trainer = self._trainer
         self._sums.keep()
-        self._state.report(
-            step=trainer.global_step, epoch=trainer.current_epoch, **trainer._logger_connector._progress_bar_metrics
-        )
+        position = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        metrics = trainer._logger_connector._progress_bar_metrics
+        self._state.report(**{**metrics, **position})  # the first values have curves
         self._state.commit()
 
     def _weigh(self) -> float:
