@@ -121,8 +121,9 @@ def resume(cluster: ClusterState, by: str) -> ChangeRequest:
 def check_trains(cluster: ClusterState) -> None:
     """UsageError without a job that makes commits."""
     if cluster.active is None:
-        what = "a script makes no commits" if cluster.present_job else "no job is running"
-        raise UsageError(f"{what}, so there is no commit to stop at.")
+        if cluster.present_job:
+            raise UsageError("a script makes no commits, so there is no commit to stop at.")
+        raise UsageError("no job is running, so there is no commit to stop at: run a program first.")
 
 
 def is_paused(cluster: ClusterState) -> str | None:
