@@ -204,8 +204,9 @@ def _text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    left = 'style="text-align: left"'  # JupyterLab's tables are aligned to the right
+    head = "".join(f'<th scope="col" {left}>{escape(column)}</th>' for column in columns)
+    body = "".join("<tr>" + "".join(f"<td {left}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     if not body:
         return ""
     return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

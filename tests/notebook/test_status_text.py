@@ -32,7 +32,7 @@ def test_the_copies_of_a_sharded_model_are_one_line_and_a_column():
     copies = [line.split("  ")[-1].strip() for line in lines[-4:]]
     assert copies == ["600 MB, copy on host/1", "600 MB", "600 MB, shared on host", "0"]
     html = StatusView(SHARDED)._repr_html_()
-    assert "<td>600 MB, copy on host/1</td>" in html
+    assert ">600 MB, copy on host/1</td>" in html
     assert "<div>whole commit 1240, 0.8 s old" in html
 
 
