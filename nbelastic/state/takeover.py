@@ -19,6 +19,7 @@ from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
 
 MOST = 4  # names in one note
+LONG = 40  # characters; longer names come last
 
 
 class Taken(NamedTuple):
@@ -174,5 +175,5 @@ def _listed(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    shortest = sorted(names, key=len)[:MOST]  # a key of a callback's state may be a line of text
-    return [f"the new program {what} {', '.join(shortest)}{more}"]
+    first = sorted(names, key=lambda name: len(name) > LONG)[:MOST]  # a key of a callback's state may be a line of text
+    return [f"the new program {what} {', '.join(first)}{more}"]
