@@ -45,6 +45,9 @@ def fake_program(tmp_path):
 
     def make(commands, name="fake-program"):
         path = tmp_path / name
+        path.unlink(
+            missing_ok=True
+        )  # an earlier one of this name may run: the file of a program that runs cannot be written
         path.write_text(f"#!/bin/sh\n{commands}\n")
         path.chmod(0o755)
         return str(path)
