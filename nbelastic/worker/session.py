@@ -361,11 +361,10 @@ class Session:
 
     def _receive(self, timeout: float) -> protocol.News | None:
         """The next message. JobStoppedError if the job ends for another reason than this program's error; ProgramRejected."""
-        news = self._inbox.take(timeout)
+        while isinstance(news := self._inbox.take(timeout), worker_messages.KeepProgram):
+            self._handle(news)
         if isinstance(news, worker_messages.StopProgram) and not news.own:
             raise JobStoppedError(news.reason)
-        if isinstance(news, worker_messages.KeepProgram):
-            self._handle(news)
         return news
 
 
