@@ -71,6 +71,7 @@ class StatePulls:
         key = f"state-{next(self._numbers)}"
         folder = self._results.folder(key)
         pull = cell_messages.Pull(request.job, request.name, key, str(folder))
+        value, failure = None, None
         try:
             make_private(folder)
             async with self._turn:
@@ -78,18 +79,18 @@ class StatePulls:
                 self._senders[key] = await self._at_commit(pull) or await self._after_the_end(pull, run)
                 value = await self._value(key)
         except NbelasticError as error:
-            resolve_if_pending(result.set_exception, error)
+            failure = error
         except Exception as error:  # noqa: BLE001  (whatever it is, the client waits for it)
-            text = f"the training state cannot be saved in {folder}: {type(error).__name__}: {error}."
-            resolve_if_pending(result.set_exception, UsageError(text))
-        else:
-            resolve_if_pending(result.set_result, value)
-            return
+            failure = UsageError(f"the training state cannot be saved in {folder}: {type(error).__name__}: {error}.")
         finally:
             self._arriving.pop(key, None)
             self._senders.pop(key, None)
-            if not result.done() or result.cancelled() or result.exception() is not None:
+            if value is None or result.cancelled():  # before the client gets its answer
                 self._results.remove(key)
+        if value is not None:
+            resolve_if_pending(result.set_result, value)
+        elif failure is not None:
+            resolve_if_pending(result.set_exception, failure)
 
     async def _at_commit(self, pull: cell_messages.Pull) -> WorkerId | None:
         """Rank 0, which has copied its state at the next commit; None if the training has ended, also meanwhile."""
