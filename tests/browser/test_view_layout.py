@@ -8,7 +8,7 @@ import axe_playwright_python
 import pytest
 from fake_view import button, panel
 from playwright.sync_api import expect
-from view_samples import ANSWERS, crowd, logs
+from view_samples import ANSWERS, crowd, logs, state
 
 pytestmark = pytest.mark.browser
 
@@ -18,6 +18,27 @@ AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
 def overlap(a, b):
     apart = a["x"] + a["width"] <= b["x"] or b["x"] + b["width"] <= a["x"]
     return not (apart or a["y"] + a["height"] <= b["y"] or b["y"] + b["height"] <= a["y"])
+
+
+def test_nothing_moves_between_press_and_release(view, clock):
+    """A click counts although an update arrives in the middle of it; a button held for longer stops no update."""
+    view.open(state())
+    tab = view.page.get_by_role("tab", name="Logs")
+    before = tab.bounding_box()
+    mouse = view.page.mouse
+    mouse.move(before["x"] + 5, before["y"] + 5)
+    mouse.down()
+    view.patch(reason="gpu2 cannot start: " + "the reason is long, " * 100)
+    clock.run_for(100)
+    assert tab.bounding_box() == before
+    mouse.up()
+    expect(tab).to_have_attribute("aria-selected", "true")
+    clock.run_for(100)
+    assert tab.bounding_box()["y"] > before["y"] + 20
+    mouse.down()
+    view.patch(step=2345)
+    clock.run_for(2500)
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("2,345")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (800, "dark"), (1600, "light")])

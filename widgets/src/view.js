@@ -17,6 +17,7 @@ import { Timers } from "./timers.js";
 
 const MAX_QUIET = 10_000; // ms without a message after which the view asks whether the kernel answers
 const HELLO_TIMEOUT = 5000; // ms for the answer
+const MAX_PRESS = 1000; // ms for which a held mouse button stops drawing
 const KEY_FRAME_WAIT = 1000; // ms that a change waits for its key frame before the view asks for another one
 
 /** It starts all its timers and listeners in the constructor; `close` ends them. */
@@ -29,6 +30,7 @@ export class View {
     this.requests = new RequestList(this.connection, this.timers);
     this.inSight = true;
     this.frame = 0;
+    this.pressedAt = -Infinity; // when a mouse button was pressed that is still held
     this.clockOffset = Infinity; // seconds by which this clock is ahead of the kernel's
     this.lastMessageAt = Date.now();
     this.askedAt = 0; // when the unanswered question was sent whether the kernel answers; 0: there is none
@@ -92,10 +94,22 @@ export class View {
     // Keys pressed in the view are not the notebook's shortcuts.
     const keepKey = (/** @type {KeyboardEvent} */ event) =>
       event.ctrlKey || event.metaKey || event.altKey || event.stopPropagation();
+    // What moved away between press and release would not be clicked.
+    const onPress = () => {
+      this.pressedAt = performance.now();
+    };
+    const onRelease = () => {
+      if (this.pressedAt === -Infinity) return;
+      this.pressedAt = -Infinity;
+      this.drawSoon();
+    };
     model.on("change:state", onUpdate);
     model.on("change:change", onUpdate);
     model.on("comm_live_update", onLive);
     document.addEventListener("visibilitychange", onVisible);
+    document.addEventListener("pointerup", onRelease);
+    document.addEventListener("pointercancel", onRelease);
+    root.addEventListener("pointerdown", onPress);
     root.addEventListener("animationend", endHighlight);
     root.addEventListener("animationcancel", endHighlight);
     root.addEventListener("keydown", keepKey);
@@ -105,6 +119,8 @@ export class View {
       model.off("change:change", onUpdate);
       model.off("comm_live_update", onLive);
       document.removeEventListener("visibilitychange", onVisible);
+      document.removeEventListener("pointerup", onRelease);
+      document.removeEventListener("pointercancel", onRelease);
       observer.disconnect();
     };
   }
@@ -138,7 +154,7 @@ export class View {
     if (this.frame || !this.inSight) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
-      this.draw();
+      if (performance.now() - this.pressedAt >= MAX_PRESS) this.draw();
     });
   }
 
