@@ -108,7 +108,7 @@ class Components:
             save=shared.save,
         )
         self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
-        self.debuggers = Debuggers(shared.cluster, self.workers, shared.pending)
+        self.debuggers = Debuggers(self.workers, shared.pending)
         self.cells = Cells(self.workers, self.agents, shared.pending, shared.post)
         self.liveness = Liveness(
             shared.settings,
@@ -164,6 +164,7 @@ class Components:
         self.jobs.results.forget(lost)
         self.state_pulls.forget(lost)
         self.cells.forget(lost)
+        self.debuggers.forget(lost)
         self.workers.forget(lost)
 
     def _build_message_handling(self, shared: Shared, reports: TakeoverReports | None) -> None:

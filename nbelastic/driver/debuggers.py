@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from concurrent.futures import Future
 
 from nbelastic.core.state import ClusterState
@@ -18,8 +18,8 @@ from nbelastic.protocol.requests import Debug, DebuggerPrompt
 class Debuggers:
     """Lives in the driver's thread."""
 
-    def __init__(self, cluster: Callable[[], ClusterState], workers: Workers, pending: Pending) -> None:
-        self._cluster, self._workers, self._pending = cluster, workers, pending
+    def __init__(self, workers: Workers, pending: Pending) -> None:
+        self._workers, self._pending = workers, pending
         self._waiting: dict[WorkerId, pev.BreakpointReached] = {}
         self._answered: dict[WorkerId, int] = {}  # the newest input that was sent
 
@@ -30,6 +30,12 @@ class Debuggers:
             self._waiting.pop(w, None)
         elif event.number > self._answered.get(w, 0):  # else it is a repetition from before the answer
             self._waiting[w] = event
+
+    def forget(self, lost: Collection[WorkerId]) -> None:
+        """These workers are lost, with the programs that waited in them."""
+        for w in lost:
+            self._waiting.pop(w, None)
+            self._answered.pop(w, None)
 
     def answer(self, request: Debug, prompt: Future[DebuggerPrompt]) -> None:
         """Resolve `prompt` when a program waits for input: that of the request's rank, or any.
@@ -58,8 +64,6 @@ class Debuggers:
         self._pending.resolve(prompt, next_prompt)
 
     def _first(self, cluster: ClusterState, rank: int | None) -> DebuggerPrompt | None:
-        for w in [w for w in self._waiting if w not in cluster.workers]:
-            del self._waiting[w]
         if cluster.active is None:
             raise UsageError("no job is running, so no program waits at a breakpoint.")
         prompts = [self._prompt(cluster, waits) for waits in self._waiting.values()]
