@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
 from nbelastic.protocol import worker_messages
-from nbelastic.worker import protocol
+from nbelastic.worker import alarms, protocol
 from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
 from nbelastic.worker.user_stack import is_in_user_code
@@ -68,7 +66,7 @@ class Programs:
         else:
             self._kept = order.number
         if self._is_rejected:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            alarms.interrupt_main_thread()
 
     @property
     def _is_rejected(self) -> bool:
@@ -85,21 +83,16 @@ class Programs:
     def interruptible(self, number: int, *, on_trial: bool) -> Iterator[None]:
         """Begin this program. Raise ProgramRejected in the user's code if the driver rejects it. Our own code asks for itself."""
 
-        def end(_: int, frame: FrameType | None) -> None:
+        def end(frame: FrameType | None) -> None:
             if is_in_user_code(frame):
                 self.raise_if_rejected()
             elif self._is_rejected:
-                signal.setitimer(signal.ITIMER_REAL, RETRY)
+                alarms.interrupt_after(RETRY)
 
-        before = signal.signal(signal.SIGALRM, end)
-        try:
+        with alarms.handling(end):
             self.begin(number, on_trial=on_trial)  # now, as the handler is there
             self.raise_if_rejected()
             yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            # A late signal would end the process by default.
-            signal.signal(signal.SIGALRM, signal.SIG_IGN if before is signal.SIG_DFL else before)
 
     def report(self, *, notes: tuple[str, ...] = (), error: str = "", traceback: str = "", number: int = 0) -> None:
         """Tell the user what the new program has not taken over, or why it has ended before its first commit."""
