@@ -26,6 +26,7 @@ from nbelastic.protocol import requests as r
 from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord, Status
 from nbelastic.system import at_fork, versions
 from nbelastic.system.future_results import resolve_if_pending
+from nbelastic.system.private_sockets import connect_in
 
 log = logging.getLogger("nbelastic")
 LEAVE_TIMEOUT = 1.0  # seconds in which the last requests are sent before a connection is closed
@@ -79,7 +80,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._leave_reason = ""  # why the client left, if it has
-        self._socket = self._connect(folder)
+        self._socket = connect_in(folder, u.SOCKET)
         at_fork.register(self._close_in_child)
         self._send(u.ClientHello(versions.nbelastic_version(), u.fingerprint(), _describe_this_process()))
         self._frames = u.Frames(u.FROM_DRIVER)
@@ -106,21 +107,6 @@ class Connection:
             raise self._refusal
         if not self._status:
             raise ConnectionResetError  # the driver has just ended
-
-    @staticmethod
-    def _connect(folder: Path) -> socket.socket:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        folder_fd = -1
-        try:
-            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            connected.connect(u.socket_in(folder_fd))
-        except BaseException:
-            connected.close()
-            raise
-        finally:
-            if folder_fd >= 0:
-                os.close(folder_fd)
-        return connected
 
     # ---- what the driver has sent ----
 

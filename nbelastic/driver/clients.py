@@ -27,6 +27,7 @@ from nbelastic.protocol.output_buffer import MOST
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system import versions
+from nbelastic.system.private_sockets import bind_in
 
 NEWS_INTERVAL = 0.02  # seconds between two updates at least
 STATUS_INTERVAL = 0.25  # the same if only the status has changed
@@ -89,17 +90,8 @@ class Clients:
     async def start(self) -> None:
         """Listen on a socket that only this user can open."""
         self._loop = asyncio.get_running_loop()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            path = u.socket_in(folder)
-            with suppress(FileNotFoundError):  # the socket of a driver that was killed
-                os.unlink(path)
-            listener.bind(path)
-            os.chmod(path, 0o600)
-            self._server = await self._loop.create_unix_server(lambda: _Connection(self, self._driver), sock=listener)
-        finally:
-            os.close(folder)
+        listener = bind_in(self._folder, u.SOCKET)
+        self._server = await self._loop.create_unix_server(lambda: _Connection(self, self._driver), sock=listener)
 
     @property
     def has_any(self) -> bool:

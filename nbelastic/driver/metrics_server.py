@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from nbelastic.driver.metrics import CONTENT_TYPE, metrics
 from nbelastic.errors import HostError
 from nbelastic.protocol.status import Status
+from nbelastic.system.private_sockets import bind_in
 
 LOOPBACK = "127.0.0.1"
 SOCKET = "metrics"  # in the run folder
@@ -35,7 +35,7 @@ class MetricsServer:
     async def serve(self) -> None:
         """Serve until it is cancelled."""
         async with AsyncExitStack() as stack:
-            listener = _listen_in(self._folder)
+            listener = bind_in(self._folder, SOCKET)
             server: asyncio.Server = await asyncio.start_unix_server(self._answer, sock=listener, limit=MAX_REQUEST)
             await stack.enter_async_context(server)
             if self._port is not None:
@@ -86,21 +86,6 @@ def check_port(port: int | None) -> None:
             test.bind((LOOPBACK, port))
         except OSError as error:
             raise HostError(f"metrics_port={port} cannot be used: {error.strerror}; choose another one.") from None
-
-
-def _listen_in(run_folder: Path) -> socket.socket:
-    """A socket that only this user can open."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    folder = os.open(run_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        path = f"/proc/self/fd/{folder}/{SOCKET}"  # the full path may be too long for a unix socket
-        with suppress(FileNotFoundError):  # the socket of a driver that was killed
-            os.unlink(path)
-        listener.bind(path)
-        os.chmod(path, 0o600)
-    finally:
-        os.close(folder)
-    return listener
 
 
 def _http(status: str, body: bytes, kind: str = "text/plain; charset=utf-8", *, with_body: bool = True) -> bytes:

@@ -218,8 +218,3 @@ def fingerprint() -> str:
     kinds = (FROM_CLIENT, FROM_DRIVER, AnyRequest, Status, ControllerFound, WorkerStack)
     schema = msgspec.json.schema_components(kinds, schema_hook=lambda _: {})
     return hashlib.sha256(msgspec.json.encode(schema, order="sorted")).hexdigest()[:16]
-
-
-def socket_in(folder: int) -> str:
-    """The socket's path, by the folder's descriptor: its full path may be too long for a unix socket."""
-    return str(Path(f"/proc/self/fd/{folder}") / SOCKET)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
 from nbelastic.system import pickling
 from nbelastic.system.private_files import replace_private
+from nbelastic.system.private_sockets import connect_in
 from tests.core.story import wid
 from tests.support import driver_thread
 
@@ -42,10 +41,7 @@ class RawClient:
     """A client that sends any message."""
 
     def __init__(self, cluster: nbe.Cluster) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        folder = os.open(cluster._link.run_folder.path, os.O_RDONLY)
-        self.socket.connect(u.socket_in(folder))
-        os.close(folder)
+        self.socket = connect_in(cluster._link.run_folder.path, u.SOCKET)
         self.socket.settimeout(10)
         self._frames, self._messages = u.Frames(u.FROM_DRIVER), []
 

@@ -16,6 +16,7 @@ from nbelastic.driver import metrics_server
 from nbelastic.driver.metrics import metrics
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 from nbelastic.system.ports import random_ports
+from nbelastic.system.private_sockets import bind_in
 from tests.driver.raw_client import in_driver
 
 NAME, LABELS = r"nbelastic_[a-z_]+", r'\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)+\}'
@@ -200,6 +201,6 @@ def test_the_socket_of_a_killed_driver_is_replaced(endpoint, tmp_path):
     """A socket file that is left over does not stop the next driver."""
     _, path = endpoint()
     assert os.path.exists(path)
-    with metrics_server._listen_in(path.parent) as listener:
+    with bind_in(path.parent, path.name) as listener:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         listener.listen()
