@@ -9,7 +9,7 @@ from itertools import islice
 from torch.utils.data import Sampler
 
 from nbelastic.errors import UsageError
-from nbelastic.state.sampler import ElasticSampler
+from nbelastic.state.sampler import ElasticSampler, share_of
 from nbelastic.worker import ranks
 
 
@@ -41,8 +41,8 @@ class GlobalBatches(Sampler[list[int]]):  # type: ignore[misc]  # mypy does not 
 
     def sizes(self, step: int) -> list[int]:
         """How many samples each part of this rank has in this step; 0 for a part that repeats one."""
-        share = _share(self.samples(step), self._rank, self._size)
-        return [_share(share, part, self.parts) for part in range(self.parts)]
+        share = len(share_of(self.samples(step), self._rank, self._size))
+        return [len(share_of(share, part, self.parts)) for part in range(self.parts)]
 
     def __len__(self) -> int:
         """The number of parts in an epoch."""
@@ -61,9 +61,3 @@ class GlobalBatches(Sampler[list[int]]):  # type: ignore[misc]  # mypy does not 
             for size in sizes:
                 yield share[start : start + size] or share[:1]
                 start += size
-
-
-def _share(count: int, index: int, parts: int) -> int:
-    """The size of one of `parts` shares; the first ones are larger by one if `count` does not divide evenly."""
-    each, over = divmod(count, parts)
-    return each + (index < over)

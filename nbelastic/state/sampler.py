@@ -78,7 +78,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             self.used += min(batch_size * size, remaining - remaining % size if self.drop_last else remaining)
             return
         samples = self._next_batch(self.global_batch)
-        self._check_share(batch_size, at_least=len(_share(samples, rank, size)))
+        self._check_share(batch_size, at_least=len(share_of(samples, rank, size)))
         self.used += samples
 
     def weight(self, batch_size: int) -> float:
@@ -97,13 +97,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         samples = self._next_batch(self.global_batch)
         if not samples:
             raise UsageError(f"epoch {self.epoch} has no batch left to weigh: ask for weight() before record_batch().")
-        return min(batch_size, len(_share(samples, rank, size))) * size / samples
+        return min(batch_size, len(share_of(samples, rank, size))) * size / samples
 
     def next_share(self) -> int:
         """The number of samples that this rank uses in the next global batch; 1 at least, as a repeated sample counts."""
         assert self.global_batch is not None
         rank, size = self._rank_and_size()
-        return max(len(_share(self._next_batch(self.global_batch), rank, size)), 1)
+        return max(len(share_of(self._next_batch(self.global_batch), rank, size)), 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Integers: `epoch`, `used`, and the `seed` and number of `samples` that they belong to."""
@@ -137,8 +137,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         if self.global_batch is None:
             return self._remaining() // size if self.drop_last else -(-self._remaining() // size)
         full, last = self._batches(self.global_batch)
-        last_share = max(len(_share(last, rank, size)), 1) if last else 0
-        return full * len(_share(self.global_batch, rank, size)) + last_share
+        last_share = max(len(share_of(last, rank, size)), 1) if last else 0
+        return full * len(share_of(self.global_batch, rank, size)) + last_share
 
     def __getstate__(self) -> dict[str, Any]:
         """A spawned DataLoader process is in no world: it gets the rank and size of this process."""
@@ -167,11 +167,11 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             return (torch.arange(len(self)) * size + rank) % max(self._remaining(), 1)
         _check_enough(self.global_batch, size)
         full, last = self._batches(self.global_batch)
-        share = _share(self.global_batch, rank, size)
+        share = share_of(self.global_batch, rank, size)
         positions = (torch.arange(full)[:, None] * self.global_batch + torch.arange(share.start, share.stop)).flatten()
         if not last:
             return positions
-        last_share = list(_share(last, rank, size)) or [rank % last]  # a rank without a batch would block the others
+        last_share = list(share_of(last, rank, size)) or [rank % last]  # a rank without a batch would block the others
         return torch.cat([positions, torch.tensor(last_share) + full * self.global_batch])
 
     def _order(self) -> torch.Tensor:
@@ -225,10 +225,10 @@ def local_batch_size(global_batch: int) -> int:
     rank, size = rank_and_size()
     global_batch = positive_number("global_batch", global_batch)
     _check_enough(global_batch, size)
-    return len(_share(global_batch, rank, size))
+    return len(share_of(global_batch, rank, size))
 
 
-def _share(batch: int, rank: int, size: int) -> range:
+def share_of(batch: int, rank: int, size: int) -> range:
     """Return this rank's samples of a batch: neighbours; the first ranks get one more if the batch does not divide evenly."""
     each, over = divmod(batch, size)
     start = rank * each + min(rank, over)
