@@ -130,8 +130,7 @@ class Jobs:
         self._telemetry.steps.pop(w, None)
         program = self.runs[job].program
         if program is None or (program.call is not None and not _is_complete(program.call)):
-            error = Outcome(f"the saved program of {job} is missing or damaged: run it again")
-            self._loop.call_soon(self._on_program_ended, w, job, error)
+            self._loop.call_soon(self._on_program_ended, w, job, Outcome(_lost_program(job)))
             return
         self._workers.send((w,), self._for_worker(program, w))
 
@@ -141,8 +140,7 @@ class Jobs:
         program = self.swaps.program(command.program) if command.on_trial else run.program
         if program is None:  # cancelled; or it is lost, as at the start of a worker
             for w in command.workers:
-                error = f"the saved program of {run.name} is missing or damaged: run it again"
-                self._loop.call_soon(self._post, SwapFailed(w, command.program, error))
+                self._loop.call_soon(self._post, SwapFailed(w, command.program, _lost_program(run.name)))
             return
         for w in command.workers:
             new = worker_messages.NewProgram(self._for_worker(program, w), command.generation, command.on_trial)
@@ -237,3 +235,7 @@ def _is_complete(call: messages.Blob) -> bool:
         return not call.path or os.path.getsize(call.path) == call.size
     except OSError:
         return False
+
+
+def _lost_program(job: str) -> str:
+    return f"the saved program of {job} is missing or damaged: run it again"

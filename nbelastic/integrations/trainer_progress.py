@@ -60,8 +60,6 @@ class TrainerProgress:
 
     def restore_scheduler(self, scheduler: Any, groups: list[dict[str, Any]]) -> None:
         """Set the scheduler, which is new. If a new program has set other learning rates, its schedule goes on with them."""
-        if not self.values:
-            return
         scheduler.load_state_dict(self.values["scheduler"])
         before = self.values["learning_rates"]
         if before == self.learning_rates or len(before) != len(self.learning_rates):

@@ -44,8 +44,7 @@ class StartMagics(ClusterMagics):
         hosts = ",".join(given.pop("hosts", ())) or None
         self.cluster = self.create(hosts, **cluster_arguments(given))
         self._close_dashboard()
-        if variable:
-            self.shell.user_ns[variable] = self.cluster
+        self._keep(variable, self.cluster)
         if not is_hidden:
             self._show_dashboard()  # before the start, so that it shows what the start waits for
         self.cluster.start(wait=wait, timeout=timeout)
@@ -73,8 +72,7 @@ class StartMagics(ClusterMagics):
             (options.cluster_variable, self.cluster),
             (options.job_variable, self.cluster.job),
         ):
-            if variable:
-                self.shell.user_ns[variable] = value
+            self._keep(variable, value)
         if not options.no_dashboard:
             self._show_dashboard()
         self._activate_px()
