@@ -64,6 +64,9 @@ def test_workers_and_sick_gpus(make, write_gpus):
     (late,) = until(lambda: [w for w in cluster.workers if w.host == "localhost" and w.id not in (first.id, second.id)])
     assert late.pid == 0, "it is started on a GPU of which the dead worker still holds memory"
     write_gpus(GPU_a={}, GPU_b={}, GPU_c={})
-    until(lambda: all(w.pid for w in cluster.workers), 4)
-    kinds = [event.kind for event in cluster.events]
-    assert (kinds.count("gpu-left-out"), kinds.count("gpu-back")) == (2, 2)  # both hosts see all GPUs
+    until(lambda: all(w.pid for w in cluster.workers), 20)
+
+    def count(kind):
+        return [event.kind for event in cluster.events].count(kind)
+
+    until(lambda: (count("gpu-left-out"), count("gpu-back")) == (2, 2), 20)  # both hosts see all GPUs
