@@ -125,12 +125,15 @@ class Bound:
                 raise StateError(
                     f"the groups of {name} have other parameters here than in the commit that is restored."
                 )
-            optimizer.state.clear()
             optimizers.set_settings(optimizer, settings[name]["groups"])
             for group in optimizer.param_groups:
                 on_device = group.get("fused") or group.get("capturable")
                 for parameter in group["params"]:
-                    entries = {k: frozen(v) for k, v in scalars[name].get(self._names[parameter], {}).items()}
+                    kept = scalars[name].get(self._names[parameter])
+                    if kept is None:  # there is nothing for it: it goes on with what the optimizer's constructor made
+                        continue
+                    entries = {k: frozen(v) for k, v in kept.items()}
+                    optimizer.state.pop(parameter, None)
                     for key, value in entries.items():
                         if isinstance(value, torch.Tensor) and (key != "step" or on_device):
                             entries[key] = value.to(local_tensor(parameter).device)
@@ -145,7 +148,14 @@ class Bound:
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
         """The buffers of each model, which are whole on every rank."""
         return {
-            name: {plain_name(key): local_tensor(buffer) for key, buffer in module.named_buffers()}
+            name: {key: local_tensor(buffer) for key, buffer in buffers.items()}
+            for name, buffers in self.live_buffers().items()
+        }
+
+    def live_buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The buffers themselves."""
+        return {
+            name: {plain_name(key): buffer for key, buffer in module.named_buffers()}
             for name, module in self.modules.items()
         }
 

@@ -15,6 +15,7 @@ from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
 from nbelastic.worker.user_stack import is_in_user_code
 
+BORROWED = "workers that join later cannot run the new program, as only earlier ones define"
 RETRY = 0.05  # seconds until the user's code is interrupted if our own code runs
 
 
@@ -100,6 +101,14 @@ class Programs:
             signal.setitimer(signal.ITIMER_REAL, 0)
             # A late signal would end the process by default.
             signal.signal(signal.SIGALRM, signal.SIG_IGN if before is signal.SIG_DFL else before)
+
+    def report_notes(self, notes: list[str]) -> None:
+        """On rank 0: tell the client what it should print about the new program."""
+        if self.borrowed:
+            names = ", ".join(self.borrowed)
+            notes = [*notes, f"{BORROWED} {names}. Swap in a cell that defines all it uses"]
+        if self._protocol.is_rank_0:
+            self.report(notes=tuple(notes))
 
     def report(self, *, notes: tuple[str, ...] = (), error: str = "", traceback: str = "", number: int = 0) -> None:
         """Tell the user what the new program has not taken over, or why it has ended before its first commit."""

@@ -15,7 +15,7 @@ from nbelastic.client.pickled_calls import pickle_call
 from nbelastic.client.submission import _save_call
 from nbelastic.errors import DriverLostError, JobError, UsageError, WaitTimeoutError
 from nbelastic.protocol import requests, worker_messages
-from tests.process import programs, sharded_training
+from tests.process import programs
 from tests.process.training import Training
 from tests.support.processes import driver_pid
 from tests.support.waiting import until
@@ -240,16 +240,6 @@ def test_the_last_checkpoint_of_a_job_that_is_stopped_during_a_trial(make, tmp_p
         answer.result(timeout=20)
     last = max(line["step"] for line in training.lines())
     until(lambda: [p.name for p in saved.iterdir()] == [f"000001-commit-{last}"], what="the last checkpoint")
-
-
-def test_a_sharded_program_is_not_swapped(make, tmp_path):
-    """It says so, and goes on."""
-    training = Training(make("localhost:2", min=2), tmp_path / "steps", sharded_training.train)
-    until(lambda: (training.cluster.status().step or 0) > 1, what="steps")
-    with pytest.raises(JobError, match="with ShardedState cannot be swapped yet"):
-        swap(training, second)
-    (training.folder / "finish").touch()
-    training.job.stop()
 
 
 @pytest.mark.parametrize("during", ["the trial", "the training"])
