@@ -114,8 +114,12 @@ class Bound:
         check_same("optimizer", self.optimizers, record["optimizers"], source)
         check_same("model", self.modules, record["buffers"], source)
 
-    def set_optimizers(self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard) -> None:
+    def set_optimizers(
+        self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard, *, is_part: bool = False
+    ) -> None:
         """Set the optimizers' state: `settings` and `scalars` as these methods return them, and the tensors of `shard`.
+
+        `is_part`: of other parameters they keep what their constructors have made.
 
         Each number goes where `Optimizer.load_state_dict` puts it: `step` is on the GPU for fused and capturable kernels only.
         """
@@ -125,15 +129,13 @@ class Bound:
                 raise StateError(
                     f"the groups of {name} have other parameters here than in the commit that is restored."
                 )
+            if not is_part:
+                optimizer.state.clear()
             optimizers.set_settings(optimizer, settings[name]["groups"])
             for group in optimizer.param_groups:
                 on_device = group.get("fused") or group.get("capturable")
                 for parameter in group["params"]:
-                    kept = scalars[name].get(self._names[parameter])
-                    if kept is None:  # there is nothing for it: it goes on with what the optimizer's constructor made
-                        continue
-                    entries = {k: frozen(v) for k, v in kept.items()}
-                    optimizer.state.pop(parameter, None)
+                    entries = {k: frozen(v) for k, v in scalars[name].get(self._names[parameter], {}).items()}
                     for key, value in entries.items():
                         if isinstance(value, torch.Tensor) and (key != "step" or on_device):
                             entries[key] = value.to(local_tensor(parameter).device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nbelastic.errors import UsageError
-from nbelastic.sharded.arena import Shard, ShardTensor
+from nbelastic.sharded.arena import ShardTensor
 from nbelastic.sharded.bound import Bound, agree_on_layout
 from nbelastic.sharded.chunks import Layout, only
 from nbelastic.sharded.holdings import Holdings, Record
@@ -59,7 +59,7 @@ class Filling:
         if is_taken_over(record, program["number"]):
             return self._take_over(choice, held, program)
         check_fits(old, self.layout, self._bound, record)
-        self._fill(choice, held, old, self.layout, record)
+        self._fill(choice, held, old, record, is_part=False)
         return Taken(record, [])
 
     def _take_over(self, choice: Choice, held: Holdings, program: Record) -> Taken:
@@ -72,7 +72,7 @@ class Filling:
             self.first_values()
             self._equalize(only(self.layout, fresh))
         taken = taken_record(record, self._bound, program, common)
-        self._fill(choice, held, only(old, common), only(self.layout, common), taken.record)
+        self._fill(choice, held, only(old, common), taken.record, is_part=True)
         return taken
 
     def _not_taken(self, common: Collection[str], record: Record) -> dict[str, set[torch.Tensor]]:
@@ -88,15 +88,14 @@ class Filling:
         bound, rank, group = self._bound, self._rank, self._group
         run_in_order(self._session, bound.device, lambda: equalize(bound, layout, rank, group))
 
-    def _fill(self, choice: Choice, held: Holdings, old: Layout, new: Layout, record: Record) -> None:
-        """Move the tensors that `record` names from the chunks of `old` into those of `new`, and set all other values."""
+    def _fill(self, choice: Choice, held: Holdings, old: Layout, record: Record, *, is_part: bool) -> None:
+        """Move the tensors that `record` names from the chunks of `old` into the bound ones, and set all other values."""
         bound, rank = self._bound, self._rank
-        names = [ShardTensor(*name) for name in record["tensors"]]
-        own: dict[int, Shard] = held.of_commit(choice, rank)
-        plan = list(moves(old, new, choice.holders, rank))
+        names, own = [ShardTensor(*name) for name in record["tensors"]], held.of_commit(choice, rank)
+        plan = list(moves(old, only(self.layout, old.parameters), choice.holders, rank))
         fill = partial(refill, bound, names, plan, own, rank=rank, group=self._group)
         filled = run_in_order(self._session, bound.device, fill)
-        bound.set_optimizers(record["optimizers"], record["scalars"], filled)
+        bound.set_optimizers(record["optimizers"], record["scalars"], filled, is_part=is_part)
         bound.set_buffers(record["buffers"])
 
 
