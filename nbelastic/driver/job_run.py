@@ -29,7 +29,7 @@ class JobRun:
         self.name = name
         self.program = program
         self._replaced: worker_messages.Program | None = None  # by `program`: workers may still fetch it to start it
-        self._checkpoints = program.checkpoints if program is not None else None
+        self.checkpoints = program.checkpoints if program is not None else None
         self.outcomes: dict[WorkerId, Outcome] = {}
         self.future: Future[list[messages.Blob | None]] = Future()
         self.output = OutputBuffer(self._forget_output)
@@ -119,9 +119,9 @@ class JobRun:
         self.future.set_exception(JobError(text, rank=rank, worker=worker, remote_traceback=remote))
 
     def _checkpoint_hint(self) -> str:
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             return ""
-        return f"; run it again with checkpoint={self._checkpoints[0]!r} to go on from its newest checkpoint"
+        return f"; run it again with checkpoint={self.checkpoints[0]!r} to go on from its newest checkpoint"
 
     def abandon(self, reason: str) -> None:
         """Resolve the future in any case, because the cluster has stopped."""

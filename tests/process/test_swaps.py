@@ -242,6 +242,19 @@ def test_the_last_checkpoint_of_a_job_that_is_stopped_during_a_trial(make, tmp_p
     until(lambda: [p.name for p in saved.iterdir()] == [f"000001-commit-{last}"], what="the last checkpoint")
 
 
+def test_workers_that_join_after_a_swap_write_checkpoints(make, tmp_path):
+    """They have the job's folder, though the new program came without one: the last checkpoint is theirs."""
+    saved = tmp_path / "saved"
+    training = Training(make("localhost:2", min=1), tmp_path / "steps", programs.train, checkpoint=saved)
+    training.wait_for_world(2)
+    swap(training, second)
+    for _ in range(2):
+        training.signal_worker(training.wait_for_world(2)[0])
+    training.wait_for_world(2)
+    last = training.finish()[0]["step"]
+    assert [path.name for path in saved.iterdir()][-1:] == [f"000001-commit-{last}"]
+
+
 @pytest.mark.parametrize("during", ["the trial", "the training"])
 def test_the_next_driver_knows_the_new_program(trains, during):
     """It was saved before the workers kept it. A driver that dies during a trial ends the trial."""
