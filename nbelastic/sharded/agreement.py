@@ -18,8 +18,8 @@ from nbelastic.sharded.whole_commits import Choice, Commit, Lost, Statement, cho
 from nbelastic.worker.session import Session
 
 ENDANGERED = (
-    "a worker was lost while the new program was tried, and only one worker is left with a part of the old program's state: "
-    "the old program copies it again. Then swap once more."
+    "a worker was lost while the new program was tried, and a part of the old program's state is left on one worker at most: "
+    "the old program goes on first. Then swap once more."
 )
 
 
