@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -22,6 +23,37 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.on_both
 SAME = 1e-9  # relative, in double precision
+CELL = """\
+import gc, torch, nbelastic as nbe
+from torch.distributed.fsdp import fully_shard
+state = nbe.ShardedState(step=0)
+"""
+TRAIN = """\
+@nbe.elastic
+def train(state):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    fully_shard(model, mesh=nbe.device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr={lr})
+    state.bind(model=model, optimizer=optimizer)
+    {first}
+    while True:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        state.commit()
+train(state)
+"""
+LOOK = """\
+def look():
+    gc.collect()
+    (group,), (entry, *_) = state.optimizer.param_groups, state.optimizer.state.values()
+    same = {state.step, int(entry["step"]), int(state.model[1].num_batches_tracked)}
+    models = sum(type(one).__name__ == "FSDPSequential" for one in gc.get_objects())
+    return group["lr"], len(same), state.step > 2, models
+look()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +144,26 @@ def test_more_layers_on_another_mesh(training, capsys):
     assert all(one["weights"][6].equal(results[0]["weights"][6]) for one in results)
     assert results[0]["weights"][6].abs().sum() > 0
     assert lost_steps(training) == 0
+
+
+def test_a_cell_that_uses_the_state_of_the_old_one(cluster):
+    """If it fails, the state is as it was; if it works, it goes on with it. The old models are freed."""
+
+    def look():
+        until(lambda: (cluster.status().step or 0) > 2)
+        cells = cluster.execute(LOOK, at_commit=True)
+        return {one.error or json.loads(one.displays[-1])[0]["text/plain"] for one in cells}
+
+    until(lambda: sum(w.state == "ready" for w in cluster.workers) == 4)
+    cluster.run_cell(CELL + TRAIN.format(lr=0.25, first=""))
+    cluster.wait(4)
+    assert look() == {"(0.25, 1, True, 1)"}
+    with pytest.raises(JobError, match="ZeroDivisionError"):
+        cluster.run_cell(TRAIN.format(lr=0.5, first="state.step = optimizer.step() or -1000; 1 / 0"), swap=True)
+    assert look() == {"(0.25, 1, True, 1)"}
+    cluster.run_cell(TRAIN.format(lr=0.5, first=""), swap=True)
+    assert look() == {"(0.5, 1, True, 1)"}
+    cluster.stop_job()
 
 
 @pytest.mark.parametrize("fails", [False, True])
