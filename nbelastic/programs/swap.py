@@ -164,7 +164,7 @@ class Swap:
     def _go_on(self, number: int) -> None:
         """The new program has failed: go on with the state, the checkpoints and the variables from before."""
         session = self._session
-        session.leave_group()
+        session.leave_group(abort=True)
         session.programs.begin(number, on_trial=False)
         session.holder, session.checkpoints, session.warm_ups = self._loop, self._checkpoints, []
         self._loop.state._take_up(session)
