@@ -28,7 +28,8 @@ class JobRun:
     def __init__(self, name: str, program: worker_messages.Program | None) -> None:
         self.name = name
         self.program = program
-        self._checkpoints = program.checkpoints if program is not None else None
+        self._replaced: worker_messages.Program | None = None  # by `program`: workers may still fetch it to start it
+        self.checkpoints = program.checkpoints if program is not None else None
         self.outcomes: dict[WorkerId, Outcome] = {}
         self.future: Future[list[messages.Blob | None]] = Future()
         self.output = OutputBuffer(self._forget_output)
@@ -79,14 +80,21 @@ class JobRun:
 
     def forget_program(self) -> None:
         """Drop the program and its file: no worker starts it any more."""
-        if self.program is not None:
-            remove_file(self.program)
-        self.program = None
+        for program in (self.program, self._replaced):
+            if program is not None:
+                remove_file(program)
+        self.program = self._replaced = None
 
     def replace_program(self, program: worker_messages.Program) -> None:
-        """From now on workers start this program."""
-        self.forget_program()
-        self.program = program
+        """From now on workers start this program. One that is starting runs the one before, and then this one inside it."""
+        if self._replaced is not None:
+            remove_file(self._replaced)
+        self.program, self._replaced = program, self.program
+
+    def numbered(self, number: int) -> worker_messages.Program | None:
+        """The program of this number: the present one, or the one before."""
+        found = (one for one in (self.program, self._replaced) if one is not None and one.number == number)
+        return next(found, None)
 
     def resolve(self, *, force: bool = False) -> None:
         """Resolve the future if the job has ended and the culprit's error is known; with `force` also without it."""
@@ -111,9 +119,9 @@ class JobRun:
         self.future.set_exception(JobError(text, rank=rank, worker=worker, remote_traceback=remote))
 
     def _checkpoint_hint(self) -> str:
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             return ""
-        return f"; run it again with checkpoint={self._checkpoints[0]!r} to go on from its newest checkpoint"
+        return f"; run it again with checkpoint={self.checkpoints[0]!r} to go on from its newest checkpoint"
 
     def abandon(self, reason: str) -> None:
         """Resolve the future in any case, because the cluster has stopped."""

@@ -160,8 +160,8 @@ class Jobs:
 
     def _send_call(self, fetch: worker_messages.FetchCall, run: JobRun) -> None:
         """Send the next pieces of a program that is too long for one message."""
-        program = self.swaps.program(fetch.number) or run.program
-        call = program.call if program is not None and program.number == fetch.number else None
+        program = self.swaps.program(fetch.number) or run.numbered(fetch.number)
+        call = program.call if program is not None else None
         if call is not None and call.path:
             for offset, data in pickling.pieces(pickling.mapped(Path(call.path)), fetch.offset):
                 piece = worker_messages.CallPiece(fetch.job, offset, data, fetch.number)

@@ -45,7 +45,7 @@ class Swaps:
         if cluster.halt.swap or (cluster.active is not None and cluster.active.trial):
             raise UsageError("another new program is being tried: wait until it has made its first commit.")
         number = next(self._numbers)
-        program = replace(request.program, job=run.name, number=number)
+        program = replace(request.program, job=run.name, number=number, checkpoints=run.checkpoints)
         new = self._new[number] = _NewProgram(run, program)
 
         def collect(cluster: ClusterState) -> SwapOutcome | None:

@@ -16,12 +16,11 @@ from nbelastic.errors import JobStoppedError, UsageError
 from nbelastic.programs.tracebacks import describe, summary
 from nbelastic.protocol import worker_messages
 from nbelastic.state.state import State
-from nbelastic.state.takeover import check, initial_values, take_over
+from nbelastic.state.takeover import initial_values, take_over
 from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
 from nbelastic.worker.session import JobCheckpoints, Session
 
 FRAMES = 100  # of calls between two programs that run inside each other
-BORROWED = "workers that join later cannot run the new program, as only earlier ones define"
 WORTH_COLLECTING = 1 << 26  # bytes; to look for unused objects takes 0.2 s
 NO_COMMIT = "the new program has ended before its first commit"
 
@@ -75,22 +74,13 @@ class Swap:
         elif old._loop.state is state:
             self._initial = old._initial
             state._begin_again(session)
-            self._report([])
+            session.programs.report_notes([])
         else:
             state.begin(session)
             self._initial = initial_values(state)
             taken = take_over(state, old._loop.state, old._initial, self._initial)
             self.is_unequal = taken.may_be_unequal
-            self._report(taken.notes)
-
-    def _report(self, notes: list[str]) -> None:
-        """Rank 0 reports to the client what it should print about the new program."""
-        programs = self._session.programs
-        if programs.borrowed:
-            names = ", ".join(programs.borrowed)
-            notes = [*notes, f"{BORROWED} {names}. Swap in a cell that defines all it uses"]
-        if self._session.is_rank_0:
-            programs.report(notes=tuple(notes))
+            session.programs.report_notes(taken.notes)
 
     def end_state(self) -> None:
         """The elastic loop has ended. A program that has failed before it was accepted leaves nothing behind."""
@@ -113,14 +103,13 @@ class Swap:
         if old is not None:
             self._session.checkpoints = old._checkpoints
             old.end(keep=self._loop.state)
+            self._loop.state._program_kept(self._session)
             _free_memory(self._loop.state)
 
     def end(self, *, keep: State | None = None) -> None:
         """Another program has replaced this one, which does not go on. `keep`: the state of that one, maybe the same."""
         state = self._loop.state
-        if keep is state:
-            keep._forget_aside()
-        else:
+        if keep is not state:
             state._contents.close_logs()
             state.end()
         self.is_over, self._names = True, {}
@@ -130,7 +119,6 @@ class Swap:
         """Run a new program inside this one. Returns if it has failed; else raises ProgramReplaced at its end."""
         session, programs, number = self._session, self._session.programs, order.program.number
         try:
-            check(self._loop.state)
             if order.on_trial:
                 self._loop.state._set_aside()
         except Exception as error:  # noqa: BLE001  (out of memory, for example)
@@ -176,7 +164,7 @@ class Swap:
     def _go_on(self, number: int) -> None:
         """The new program has failed: go on with the state, the checkpoints and the variables from before."""
         session = self._session
-        session.leave_group()
+        session.leave_group(abort=True)
         session.programs.begin(number, on_trial=False)
         session.holder, session.checkpoints, session.warm_ups = self._loop, self._checkpoints, []
         self._loop.state._take_up(session)

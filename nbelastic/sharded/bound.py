@@ -114,8 +114,12 @@ class Bound:
         check_same("optimizer", self.optimizers, record["optimizers"], source)
         check_same("model", self.modules, record["buffers"], source)
 
-    def set_optimizers(self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard) -> None:
+    def set_optimizers(
+        self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard, *, is_part: bool = False
+    ) -> None:
         """Set the optimizers' state: `settings` and `scalars` as these methods return them, and the tensors of `shard`.
+
+        `is_part`: of other parameters they keep what their constructors have made.
 
         Each number goes where `Optimizer.load_state_dict` puts it: `step` is on the GPU for fused and capturable kernels only.
         """
@@ -125,7 +129,8 @@ class Bound:
                 raise StateError(
                     f"the groups of {name} have other parameters here than in the commit that is restored."
                 )
-            optimizer.state.clear()
+            if not is_part:
+                optimizer.state.clear()
             optimizers.set_settings(optimizer, settings[name]["groups"])
             for group in optimizer.param_groups:
                 on_device = group.get("fused") or group.get("capturable")
@@ -145,7 +150,14 @@ class Bound:
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
         """The buffers of each model, which are whole on every rank."""
         return {
-            name: {plain_name(key): local_tensor(buffer) for key, buffer in module.named_buffers()}
+            name: {key: local_tensor(buffer) for key, buffer in buffers.items()}
+            for name, buffers in self.live_buffers().items()
+        }
+
+    def live_buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The buffers themselves."""
+        return {
+            name: {plain_name(key): buffer for key, buffer in module.named_buffers()}
             for name, module in self.modules.items()
         }
 

@@ -29,11 +29,19 @@ class Start:
         self._plan: ShardedPlan | None = None
 
     def begin(self, session: Session) -> None:
-        """A job begins: its checkpoints are sharded ones."""
+        """A program begins."""
         self.writer = Writer()
         self.path = self._record = self._plan = None
-        if isinstance(session.checkpoints, Plan):
-            self._plan = session.checkpoints = ShardedPlan(session.checkpoints, self.writer, session)
+        self.use_plan(session)
+
+    def use_plan(self, session: Session) -> None:
+        """The job's checkpoints are sharded ones, and of this state. A new program has none until it is kept."""
+        plan = session.checkpoints
+        if isinstance(plan, Plan):
+            self._plan = session.checkpoints = ShardedPlan(plan, self.writer, session)
+        elif isinstance(plan, ShardedPlan):  # a program before this one has made it
+            plan.use(self.writer)
+            self._plan = plan
 
     def end(self) -> None:
         """The job has ended."""

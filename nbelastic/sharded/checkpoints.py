@@ -37,6 +37,7 @@ PATIENCE = (
     120.0  # seconds without growth after which rank 0 does not wait for the parts of others: caches of NFS last 60
 )
 HURRY = 10.0  # the same when the generation or the program has ended
+NOT_WRITTEN = ("random", "program")  # of this rank, and of the job
 AGREE = 10.0  # seconds within which all ranks must come to their end
 
 
@@ -70,6 +71,12 @@ class Writer:
         self._layout: Layout
         self._names: Names
         self._rank = -1  # no model is bound yet
+
+    def follow(self, old: Writer) -> None:
+        """Go on after `old`, the writer of the program before: wait for its checkpoint before the next one."""
+        old.hurry()
+        self._saving = self._saving or old._saving
+        self.tokens = [*old.tokens, *self.tokens]
 
     def enter(self, token: str) -> None:
         """A generation has begun; all its ranks have this `token`."""
@@ -134,7 +141,7 @@ class Writer:
     ) -> Callable[[], Path]:
         """What rank 0 does in a thread: write its part, wait for the others', and complete the checkpoint."""
         layout, names, unfinished = self._layout, self._names, self.tokens[:-1]
-        record = {key: value for key, value in snapshot.record.items() if key != "random"}  # those are of this rank
+        record = {key: value for key, value in snapshot.record.items() if key not in NOT_WRITTEN}
         commits = record["commits"] = snapshot.commit.number
 
         def complete() -> Path:
@@ -218,6 +225,12 @@ class ShardedPlan:
 
     def __init__(self, plan: Plan, writer: Writer, session: Session) -> None:
         self.begun, self._plan, self._session, self._writer = plan.begun, plan, session, writer
+
+    def use(self, writer: Writer) -> None:
+        """A new program goes on with the job's checkpoints: `writer` is that of its state."""
+        if writer is not self._writer:
+            writer.follow(self._writer)
+            self._writer = writer
 
     def resume(self, state: State) -> None:
         """Nothing to do: `ShardedState.sync` begins from the newest checkpoint."""

@@ -8,7 +8,7 @@ of their parameter and are split in the same way, so a layout lists parameters o
 # (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from math import prod
@@ -81,6 +81,12 @@ class Layout(Struct, frozen=True):
             for chunk, ranks in owners_of(parameter.chunks).items()
             if ranks.isdisjoint(shards)
         ]
+
+
+def only(layout: Layout, names: Collection[str]) -> Layout:
+    """The same layout, of these parameters alone."""
+    kept = {name: parameter for name, parameter in layout.parameters.items() if name in names}
+    return Layout(layout.generation, layout.hosts, kept)
 
 
 def box(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -8,16 +8,20 @@ from typing import Any
 from nbelastic.sharded.arena import Shard
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
-from nbelastic.sharded.whole_commits import Commit, Held, Origin, Statement
+from nbelastic.sharded.whole_commits import Choice, Commit, Held, Origin, Statement
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.tensor_snapshot import clone_tensors
 
 Record = dict[str, Any]  # see `present_record` and `full_record`
 
 
-def present_record(small: Mapping[str, Any], bound: Bound) -> Record:
-    """What a step or a forward pass changes beside the sharded tensors: small values, buffers, options of optimizers."""
+def present_record(small: Mapping[str, Any], bound: Bound, program: Record) -> Record:
+    """What a step or a forward pass changes beside the sharded tensors: small values, buffers, options of optimizers.
+
+    `program`: what a later program needs to take over the commit, see `takeover.program_record`.
+    """
     return {
+        "program": program,
         "small": {name: frozen_value(name, value) for name, value in small.items()},
         "buffers": clone_tensors(bound.buffers()),
         "optimizers": bound.settings(),
@@ -51,13 +55,18 @@ class Holdings:
         """A copy of the shard of another rank."""
         self.shards[Held(commit, rank)] = shard
 
-    def add_copies(self, unfinished: tuple[Commit, Mapping[int, Shard]] | None, on_host: Mapping[Held, Shard]) -> None:
-        """Copies when a generation ends: those of a commit that is `unfinished`, and those in the memory of this host."""
-        if unfinished is not None:
-            for rank, shard in unfinished[1].items():
-                self.add_copy(unfinished[0], rank, shard)
+    def add_copies(self, sent: tuple[Commit, Mapping[int, Shard]] | None, on_host: Mapping[Held, Shard]) -> None:
+        """Copies that other ranks have sent of one commit, and those in the memory of this host."""
+        if sent is not None:
+            for rank, shard in sent[1].items():
+                self.add_copy(sent[0], rank, shard)
         for held, shard in on_host.items():
             self.shards.setdefault(held, shard)
+
+    def of_commit(self, choice: Choice, rank: int) -> dict[int, Shard]:
+        """What this rank, `rank` in the new generation, holds of the commit that was chosen: by rank of the old generation."""
+        holders = choice.holders
+        return {shard: self.shards[Held(choice.commit, shard)] for shard in holders if rank in holders[shard]}
 
     def copy(self) -> Holdings:
         """The same shards and records; what is added to the copy is not added here."""

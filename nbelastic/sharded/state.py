@@ -12,41 +12,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from torch.utils._pytree import tree_map_only
 
 from nbelastic.errors import StateError, UsageError
 from nbelastic.protocol.worker_messages import Continued
 from nbelastic.sharded import kept_state
-from nbelastic.sharded.arena import Shard, ShardTensor
-from nbelastic.sharded.bound import Bound, agree_on_layout, bind_values, check_small, whole_but_trained
+from nbelastic.sharded.agreement import agree_on_commit, commit_message, keep_message
+from nbelastic.sharded.arena import Shard
+from nbelastic.sharded.bound import Bound, bind_values, check_small, whole_but_trained
 from nbelastic.sharded.buddies import hand_over
 from nbelastic.sharded.checkpoint_names import Names
 from nbelastic.sharded.checkpoint_start import Start
 from nbelastic.sharded.checkpoints import Snapshot, own_commits, save
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.copy_waits import CopyWaits
+from nbelastic.sharded.filling import prepare
 from nbelastic.sharded.holdings import Holdings, Record, full_record, present_record
-from nbelastic.sharded.initial_values import allocate, set_first_values
 from nbelastic.sharded.mesh_caches import clear_mesh_caches
-from nbelastic.sharded.refill import check_fits, equalize, refill, run_in_order, send_shards
+from nbelastic.sharded.refill import run_in_order, send_shards
 from nbelastic.sharded.replication import Replication
-from nbelastic.sharded.resharding import moves
-from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
-from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Statement, choose, continued
+from nbelastic.sharded.takeover import merged_small, program_record
+from nbelastic.sharded.transfer import broadcast_bytes
+from nbelastic.sharded.whole_commits import Choice, Commit, Lost, continued
 from nbelastic.state import rng
 from nbelastic.state.checkpoints import KEEP, Saving
-from nbelastic.state.checks import frozen_value
 from nbelastic.state.cuda_graphs import refuse_capture
 from nbelastic.state.state import State
+from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import check_plain, describe, from_bytes, to_bytes
 from nbelastic.system.argument_types import WHOLE, check_kind
-from nbelastic.worker import ranks
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
 ADVICE = "With copies=2 a state outlives the loss of any two hosts; checkpoints outlive all."
+SET_ASIDE = ("commits", "reset_callbacks", "_holdings", "_live_record", "_start")
 END_TIMEOUT = 1.0  # seconds that an aborted copy may take to end
 
 
@@ -62,7 +61,7 @@ class ShardedState(State):
     """
 
     _kept = kept_state
-    _can_be_taken_over = False
+    _is_sharded = True
 
     def __init__(self, *unnamed: Any, copies: int = 1, every: int = 1, **values: Any) -> None:
         for name, number, least in (("copies", copies, 0), ("every", every, 1)):
@@ -82,7 +81,9 @@ class ShardedState(State):
         self._live_commit: Commit | None = None  # the live tensors are of this commit
         self._live_record: Record = {}
         self._hooks: list[Any] = []
-        self._first_small: dict[str, Any] = {}  # the small values before the first step
+        self._first_small: dict[str, Any] = {}  # the small values at the beginning of the program
+        self._given: dict[str, Any] = {}  # the same at the commit that `bind` takes over from an earlier program
+        self._program: Record = {}  # of the bound models, see `program_record`
         self._copy_waits = CopyWaits(every)
         self._is_after_loss = False  # the last generation was aborted
         self._continued: Continued | None = None  # for the event log
@@ -103,44 +104,29 @@ class ShardedState(State):
             raise UsageError("bind() works inside a function decorated with @nbe.elastic.")
         if self._bound is not None:
             raise UsageError("bind() was called already: give it all models and optimizers at once.")
-        if init is not None and not callable(init):
-            raise UsageError(f"bind(init={init!r}): a function that gives the model its first values, init(model).")
         bound = bind_values(values, {*dir(type(self)), *self._small_names})
         self._print(whole_but_trained(bound))
         self._contents.values.update(values)
-        allocated = {name: allocate(module, ranks.device()) for name, module in bound.modules.items()}
-        layout = agree_on_layout(bound, formation, session, self._group)
-        self._bound, self._layout, rank = bound, layout, formation.rank
-        source, held = self._choice, self._holdings
-
-        def first_values() -> None:
-            set_first_values(bound, allocated, init, session.run_abortable, self._group)
-
+        filling = prepare(bound, init, formation, session, self._group)
+        self._bound, self._layout, rank = bound, filling.layout, formation.rank
+        self._program = program_record(session.programs.program, self._small_values() | self._first_small, bound)
+        held, choice = self._holdings, self._choice
         if self._start.path is not None:
-            record = self._start.restore(bound, layout, rank, first_values)
+            record = self._start.restore(bound, filling.layout, rank, filling.first_values)
             self._set_small(record or {"small": {}})
-        elif source is None:
-            first_values()
-            run_in_order(session, bound.device, lambda: equalize(bound, layout, rank, self._group))
+        elif choice is None:
+            filling.begin()
         else:
-            record, old = held.records[source.commit], held.layouts[source.commit.generation]
-            names = [ShardTensor(*name) for name in record["tensors"]]
-            check_fits(old, layout, bound, record)
-            own = {
-                shard: held.shards[Held(source.commit, shard)]
-                for shard in source.holders
-                if rank in source.holders[shard]
-            }
-            plan = list(moves(old, layout, source.holders, rank))
-            fill = partial(refill, bound, names, plan, own, rank=rank, group=self._group)
-            filled = run_in_order(session, bound.device, fill)
-            bound.set_optimizers(record["optimizers"], record["scalars"], filled)
-            bound.set_buffers(record["buffers"])
-            self._set_small(record)
-        held.add_generation(layout, rank)
-        self._start.writer.bound(layout, Names(bound), rank)
+            taken = filling.restore(choice, held, self._program)
+            self._set_small({**held.records[choice.commit], "small": {**taken.record["small"], **self._given}})
+            if taken.notes and session.programs.on_trial:
+                session.programs.report_notes(taken.notes)
+        held.add_generation(filling.layout, rank)
+        self._start.writer.bound(filling.layout, Names(bound), rank)
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in bound.optimizers.values()]
-        self._replication = Replication(layout, rank, self._copies, self._group, pinned=bound.device.type == "cuda")
+        self._replication = Replication(
+            filling.layout, rank, self._copies, self._group, pinned=bound.device.type == "cuda"
+        )
         self._replication.continued = self._continued
         session.report_copies(self._replication.report)
         self._set_live()
@@ -202,13 +188,36 @@ class ShardedState(State):
     def restore(self) -> None:
         raise StateError("ShardedState cannot return to a commit within a generation: raise, and the job ends.")
 
+    # ---- for a new program ----
+
+    def _follow(self, old: ShardedState) -> None:
+        """Begin as the state of a new program: from the commits that `old` holds, and goes on holding."""
+        self._holdings, self.commits, self._aside = old._holdings.copy(), old.commits, {"_holdings": old._holdings}
+
+    def _set_aside(self) -> None:
+        self._aside = {name: self.__dict__[name] for name in SET_ASIDE}
+        self._holdings, self.reset_callbacks = self._holdings.copy(), [*self.reset_callbacks]
+
+    def _begin_again(self, session: Session) -> None:
+        self._session, self._start = session, Start()
+        self._start.begin(session)
+
+    def _take_up(self, session: Session) -> None:
+        self._unbind()
+        self.__dict__.update(self._aside)
+        self._aside, self._session = {}, session
+
+    def _program_kept(self, session: Session) -> None:
+        self._aside = {}
+        self._start.use_plan(session)
+
     # ---- for the elastic loop ----
 
     def begin(self, session: Session) -> None:
         self._drop()
         self._session, self.commits = session, 0
         self._start.begin(session)
-        self._first_small = {name: frozen_value(name, value) for name, value in self._contents.small().items()}
+        self._first_small = self._small_values()
         check_plain(describe(self._first_small, []))
 
     def end(self) -> None:
@@ -217,7 +226,7 @@ class ShardedState(State):
 
     def _drop(self) -> None:
         self._unbind()
-        self._holdings, self._choice, self._formation, self._session = Holdings(), None, None, None
+        self._holdings, self._choice, self._formation, self._session, self._aside = Holdings(), None, None, None, {}
 
     @property
     def clean(self) -> bool:
@@ -259,9 +268,7 @@ class ShardedState(State):
             return
         self._finish_copies()
         send = partial(send_shards, plan, layout, rank, shard, self._group)
-        received = run_in_order(self._session, bound.device, send)
-        for source, parts in received.items():
-            self._holdings.add_copy(live, source, parts)
+        self._holdings.add_copies((live, run_in_order(self._session, bound.device, send)), {})
 
     def sync(self, formation: Formation) -> None:
         """Collective: choose the newest whole commit, and set the small values of all ranks to it."""
@@ -269,10 +276,7 @@ class ShardedState(State):
         assert session is not None
         self._formation = formation
         self._group = group = session.side_group("sharded") if formation.world_size > 1 else None
-        own = msgspec.msgpack.encode(self._holdings.statement())
-        tables = session.run_abortable(lambda: gather_bytes(own, group))
-        statements = [msgspec.msgpack.decode(one, type=Statement) for one in tables]
-        choice = choose(statements)
+        choice, statements = agree_on_commit(self._holdings, self._aside.get("_holdings"), session, group)
         lost = choice if isinstance(choice, Lost) and choice.commit.number > 0 else None
         self._choice = choice if isinstance(choice, Choice) else None
         self._continued = continued(self._choice, statements) if self._is_after_loss and self._choice else None
@@ -287,12 +291,10 @@ class ShardedState(State):
             return
         commit, holdings = self._choice.commit, self._holdings
         if formation.rank not in self._choice.members:
-            table = message["layout"].numpy().tobytes()
-            holdings.layouts[commit.generation] = msgspec.msgpack.decode(table, type=Layout)
-            holdings.records[commit] = message
+            keep_message(holdings, commit, message)
         holdings.keep(commit, *holdings.before(commit))  # copies of this one may be missing until it is copied again
-        self.commits, self._start.path = commit.number, None
-        self._set_small(holdings.records[commit])
+        self.commits, self._start.path, self._given = commit.number, None, message["given"]
+        self._set_small({**holdings.records[commit], "small": {**holdings.records[commit]["small"], **self._given}})
 
     def _begin_from(self, message: dict[str, Any]) -> None:
         """Begin from the checkpoint that rank 0 has found, or from first values."""
@@ -306,11 +308,10 @@ class ShardedState(State):
         if self._choice is None:
             found = self._start.message(lost)
             return to_bytes({"small": self._first_small, "token": token, **found})
-        commit = self._choice.commit
-        table = msgspec.msgpack.encode(self._holdings.layouts[commit.generation])
-        record = {key: value for key, value in self._holdings.records[commit].items() if key != "random"}
-        record = tree_map_only(torch.Tensor, torch.Tensor.cpu, record)  # the receivers have other GPUs
-        return to_bytes({**record, "token": token, "layout": torch.frombuffer(bytearray(table), dtype=torch.uint8)})
+        assert self._session is not None
+        commit, logs = self._choice.commit, self._contents.named(StepLog)
+        given = merged_small(self._holdings.records[commit], self._session.programs.program, self._first_small, logs)
+        return to_bytes({**commit_message(self._holdings, commit), "given": given, "token": token})
 
     def _cell_ended(self, *, accepted: bool, changed: bool) -> None:  # noqa: ARG002
         """What the cell has `changed` belongs to the next commit: of this one there are copies already."""
@@ -324,13 +325,13 @@ class ShardedState(State):
     def _unbind(self) -> None:
         if self._bound is not None:
             clear_mesh_caches(self._bound.device)
+            if self._session is not None:
+                self._session.report_copies(None)
         for hook in self._hooks:
             hook.remove()
         for name in [name for name in self._contents.values if name not in self._small_names]:
             del self._contents.values[name]
         self._hooks = []
-        if self._session is not None:
-            self._session.report_copies(None)
         self._bound = self._layout = self._replication = self._group = self._live_commit = None
 
     def _before_step(self, *_: Any) -> None:
@@ -346,7 +347,7 @@ class ShardedState(State):
         assert bound is not None
         assert layout is not None
         self._live_commit = Commit(layout.generation, self.commits)
-        self._live_record = {**present_record(self._contents.small(), bound), "random": rng.get_states()}
+        self._live_record = present_record(self._contents.small(), bound, self._program) | {"random": rng.get_states()}
 
     def _snapshot(self) -> Snapshot:
         """The state as it is now."""
@@ -354,7 +355,8 @@ class ShardedState(State):
         assert bound is not None
         assert layout is not None
         shard, commit = bound.shard(), Commit(layout.generation, self.commits)
-        return Snapshot(commit, shard, full_record(present_record(self._contents.small(), bound), bound, shard))
+        record = present_record(self._contents.small(), bound, self._program)
+        return Snapshot(commit, shard, full_record(record, bound, shard))
 
     def _kept_commits(self) -> dict[Commit, Snapshot]:
         """The commits of which this rank has its own shard, made in the generation whose models were bound last."""
@@ -394,7 +396,5 @@ class ShardedState(State):
     def _absorb(self, finished: tuple[Commit, dict[int, Shard]] | None) -> None:
         """A commit is whole: drop all older ones."""
         if finished is not None:
-            commit, copies = finished
-            for rank, shard in copies.items():
-                self._holdings.add_copy(commit, rank, shard)
-            self._holdings.keep(commit)
+            self._holdings.add_copies(finished, {})
+            self._holdings.keep(finished[0])

@@ -39,6 +39,7 @@ class Statement(Struct, frozen=True):
     """What one rank holds. `ranks`: by generation, its rank in it. `recoverable`: the job had a commit to return to.
 
     `known`: the commits of which it has the small values. A newcomer that has filled no shard yet knows the one it was given.
+    `aside`: what the rank holds for the old program, while a new one is tried.
     """
 
     held: tuple[Held, ...] = ()
@@ -46,6 +47,7 @@ class Statement(Struct, frozen=True):
     ranks: dict[int, int] = {}
     recoverable: bool = False
     known: tuple[Commit, ...] = ()
+    aside: Statement | None = None
 
 
 class Choice(Struct, frozen=True):
@@ -72,6 +74,26 @@ class Lost(Struct, frozen=True):
             f"the training state is lost: no worker is left with the shards of {names} of generation "
             f"{self.commit.generation}, nor with copies of them, so commit {self.commit.number} is not whole."
         )
+
+
+def is_endangered(statements: Sequence[Statement]) -> bool:
+    """Whether ranks were lost since the newest commit was made, and one more loss may leave no commit whole. `statements`: by rank."""
+    commits = sorted({held.commit for statement in statements for held in statement.held})
+    origins = {generation: origin for statement in statements for generation, origin in statement.origins.items()}
+    if not commits:
+        return False
+    newest = commits[-1].generation
+    present = {statement.ranks.get(newest) for statement in statements}
+    if present.issuperset(range(len(origins[newest].hosts))):
+        return False
+    enough = min(2, len(statements))
+
+    def has_spare(commit: Commit) -> bool:
+        shards = [{held.shard for held in statement.held if held.commit == commit} for statement in statements]
+        holders = (sum(not ranks.isdisjoint(own) for own in shards) for ranks in origins[commit.generation].owners)
+        return len(_members(statements, commit)) >= enough and all(count >= enough for count in holders)
+
+    return not any(map(has_spare, commits))
 
 
 def choose(statements: Sequence[Statement]) -> Choice | Lost | None:

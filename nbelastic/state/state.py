@@ -46,7 +46,7 @@ class State:
     """
 
     _kept: Any = checkpoints  # has `write_kept` and `load_kept`
-    _can_be_taken_over = True  # by the state of a new program
+    _is_sharded = False
     _small_names: frozenset[str] | None = None  # of a sharded state: the values that each rank has as a whole
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
@@ -219,8 +219,8 @@ class State:
         self._steps.start(session)
         self._steps.copying = copying
 
-    def _forget_aside(self) -> None:
-        """The new program, which uses this state itself, is kept."""
+    def _program_kept(self, session: Session) -> None:  # noqa: ARG002
+        """The new program, which uses this state, is kept."""
         self._aside = {}
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:

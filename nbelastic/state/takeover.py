@@ -6,7 +6,7 @@ options of optimizers, schedulers) are merged as in a three-way merge: what the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,32 +34,40 @@ def initial_values(state: State) -> dict[str, Any]:
     return state._small_values()
 
 
-def check(state: State) -> None:
-    """StateError if this state can neither be taken over nor take over another one."""
-    if not state._can_be_taken_over:
-        raise StateError(
-            f"a program with {type(state).__name__} cannot be swapped yet: run the job with checkpoint=, stop it, "
-            "and run the new program with the same folder."
-        )
-
-
 def take_over(new: State, old: State, base: Mapping[str, Any], edited: Mapping[str, Any]) -> Taken:
     """Take over the values of `old`, which stays as it is. `base` and `edited`: small values at the beginning of both programs.
 
-    StateError if `new` cannot take over anything.
+    A sharded state does the rest in its next world: see `sharded.takeover`. StateError if the other state is not sharded.
     """
-    check(new)
+    _check_kinds(new, old)
+    if new._is_sharded:
+        sharded: Any = new
+        sharded._follow(old)
+        return Taken([], may_be_unequal=False)
     tensors = _take_tensors(new, old)
     entries = _take_entries(new, old)
-    fresh, own = _take_small(new, old, base, edited)
-    notes = _listed("starts fresh with", fresh) + _listed("sets", own)
-    notes += _listed("has new parameters", tensors + entries)
+    small = merge(old._small_values(), base, edited, new._contents.named(StepLog))
+    new._set_small_values(small.values)
     missing = [name for name in old._contents.values if name not in new._contents.values]
-    notes += _listed("does not take over", missing)
     rng.set_states(old._record._random)
     new.commits, new._began_at = old.commits, old.commits
     new._record_all()
-    return Taken(notes, bool(tensors or entries or fresh or own))
+    unequal = bool(tensors or entries or small.fresh or small.own)
+    return Taken(describe_taken(small, tensors + entries, missing), unequal)
+
+
+def describe_taken(small: Merged, parameters: list[str], missing: list[str]) -> list[str]:
+    """What the user should know. `parameters`: names of those that are new, `missing`: of values that no state has any more."""
+    notes = listed("starts fresh with", small.fresh) + listed("sets", small.own)
+    return notes + listed("has new parameters", parameters) + listed("does not take over", missing)
+
+
+def _check_kinds(new: State, old: State) -> None:
+    if new._is_sharded != old._is_sharded:
+        raise StateError(
+            f"the state of the new program is a {type(new).__name__}, and that of the old one a {type(old).__name__}, which keeps "
+            f"its tensors in another way: use a {type(old).__name__}, or stop the job and run the new program as a new job."
+        )
 
 
 def _large(state: State) -> dict[str, torch.Tensor]:
@@ -107,22 +115,28 @@ def _copied(entry: Any) -> Any:
     return entry.detach().clone() if isinstance(entry, torch.Tensor) else frozen(entry)
 
 
-def _take_small(
-    new: State, old: State, base: Mapping[str, Any], edited: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Merge counters, options and the like. Returns the names that the new program begins with, and what it sets."""
-    present, values, own, fresh = old._small_values(), dict[str, Any](), list[str](), list[str]()
-    logs = new._contents.named(StepLog)
+class Merged(NamedTuple):
+    """`values`: those that are taken over. `own`: names of what the new program sets. `fresh`: of values that begin as it makes them."""
+
+    values: dict[str, Any]
+    own: list[str]
+    fresh: list[str]
+
+
+def merge(
+    present: Mapping[str, Any], base: Mapping[str, Any], edited: Mapping[str, Any], logs: Collection[str] = ()
+) -> Merged:
+    """Merge counters, options and the like. `logs`: the names of step logs."""
+    found = Merged({}, [], [])
     for name, value in edited.items():
         if name not in present or name not in base or type(base[name]) is not type(value):
-            fresh.append(name)
+            found.fresh.append(name)
         elif name in logs:  # its key is new in each program, and is to stay that of the log
-            values[name] = present[name]
+            found.values[name] = present[name]
         else:
-            values[name] = merged(base[name], present[name], value, name, own)
-            _begin_with_other_data(name, values, base[name], value)
-    new._set_small_values(values)
-    return fresh, own
+            found.values[name] = merged(base[name], present[name], value, name, found.own)
+            _begin_with_other_data(name, found.values, base[name], value)
+    return found
 
 
 def _begin_with_other_data(name: str, values: dict[str, Any], base: Any, edited: Any) -> None:
@@ -171,7 +185,7 @@ def _same(one: Any, other: Any) -> bool:
     return equal if isinstance(equal, bool) else bool(getattr(equal, "all", lambda: equal)())
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
+def listed(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""

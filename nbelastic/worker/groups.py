@@ -79,13 +79,13 @@ class Groups:
 
         return is_overdue
 
-    def close(self) -> None:
-        """Close the present generation's group, if there is one."""
+    def close(self, *, abort: bool = False) -> None:
+        """Close the present generation's group, if there is one; with `abort`, and if it is over, end its works."""
         self._closing, self.present = self.present, None
         if self._closing is not None:
             self._closing_since = time.monotonic()
             self.end_last()
-            self._last = self._closing.leave(others_may_wait=not self._is_over(self._closing.generation))
+            self._last = self._closing.leave(others_may_wait=not (abort or self._is_over(self._closing.generation)))
             if self.uses_gpu:
                 gc.collect()  # DDP is part of a cycle, and holds as much GPU memory as the gradients
         self._closing = None

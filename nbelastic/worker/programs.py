@@ -13,6 +13,7 @@ from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
 from nbelastic.worker.user_stack import is_in_user_code
 
+BORROWED = "workers that join later cannot run the new program, as only earlier ones define"
 RETRY = 0.05  # seconds until the user's code is interrupted if our own code runs
 
 
@@ -93,6 +94,14 @@ class Programs:
             self.begin(number, on_trial=on_trial)  # now, as the handler is there
             self.raise_if_rejected()
             yield
+
+    def report_notes(self, notes: list[str]) -> None:
+        """On rank 0: tell the client what it should print about the new program."""
+        if self.borrowed:
+            names = ", ".join(self.borrowed)
+            notes = [*notes, f"{BORROWED} {names}. Swap in a cell that defines all it uses"]
+        if self._protocol.is_rank_0:
+            self.report(notes=tuple(notes))
 
     def report(self, *, notes: tuple[str, ...] = (), error: str = "", traceback: str = "", number: int = 0) -> None:
         """Tell the user what the new program has not taken over, or why it has ended before its first commit."""

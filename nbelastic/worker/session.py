@@ -354,10 +354,10 @@ class Session:
                     return True
         return machine.quit is not None and machine.quit.own
 
-    def leave_group(self) -> None:
-        """Close the generation's group, if there is one."""
+    def leave_group(self, *, abort: bool = False) -> None:
+        """Close the generation's group, if there is one. `abort`: some ranks may never take part in what others have begun."""
         self._protocol.leave()
-        self._groups.close()
+        self._groups.close(abort=abort)
 
     def _receive(self, timeout: float) -> protocol.News | None:
         """The next message. JobStoppedError if the job ends for another reason than this program's error; ProgramRejected."""

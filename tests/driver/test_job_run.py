@@ -1,11 +1,12 @@
-"""What a job keeps of its output: finished and unfinished lines."""
+"""What a job keeps of its programs and of its output: finished and unfinished lines."""
 
 from __future__ import annotations
 
 from nbelastic.driver.job_run import JobRun
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.messages import WorkerOutput
+from nbelastic.protocol.messages import Blob, WorkerOutput
 from nbelastic.protocol.output_buffer import Line
+from nbelastic.protocol.worker_messages import Program
 
 ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
 
@@ -93,3 +94,19 @@ def test_an_unfinished_line_that_equals_the_one_before_it():
     end = add_output(run, "again")
     add_output(run, " one\nagain", end=end)
     assert (lines(run), unfinished(run)) == (["again one"], [("a/0#1", "out", "again")])
+
+
+def test_a_worker_that_is_starting_can_still_read_the_program_before_a_swap(tmp_path):
+    """It was asked to run that one before the new one was kept. Older programs are removed, and all when the job ends."""
+    programs = []
+    for number in range(3):
+        path = tmp_path / f"{number}.program"
+        path.touch()
+        programs.append(Program("job-1", "", call=Blob(9, path=str(path)), number=number))
+    run = JobRun("job-1", programs[0])
+    for new in programs[1:]:
+        run.replace_program(new)
+    assert [run.numbered(number) for number in range(3)] == [None, *programs[1:]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.program", "2.program"]
+    run.forget_program()
+    assert [*tmp_path.iterdir()] == []

@@ -14,15 +14,16 @@ from typing import Any
 import nbelastic as nbe
 from tests.process.programs import Log, any_rank_finds, generation
 
+RATE = 0.01
 WIDTH, LAYERS = 31, 3  # 31 rows are not the same number on each rank
 EPSILON = 1e-3  # AdamW's own, 1e-8, lets rounding errors grow to 0.1 % in 3,000 steps, once the loss is small
 SAMPLES, BATCH = 230, 60  # each epoch ends with a smaller batch
 
 
-def network() -> Any:
+def network(layers: int = LAYERS) -> Any:
     import torch
 
-    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)])
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(layers)])
 
 
 def samples() -> Any:
@@ -38,12 +39,21 @@ def step(model: Any, optimizer: Any, batch: Any, weight: float = 1.0) -> None:
 
 
 def train(
-    folder: str, *, every: int = 1, copies: int = 1, shard: int | None = None, pause: float = 0.01
+    folder: str,
+    *,
+    every: int = 1,
+    copies: int = 1,
+    shard: int | None = None,
+    pause: float = 0.01,
+    lr: float = RATE,
+    layers: int = LAYERS,
+    fails: bool = False,
 ) -> dict[str, Any]:
     """Train until `folder/finish` exists; return the step and the weights.
 
     The rank whose number is in `folder/die-in-refill` dies in the middle of its next re-sharding. The rank whose number
-    is in `folder/hang` hangs in its next step.
+    is in `folder/hang` hangs in its next step. While there is a file `folder/wait`, no rank makes its next first step. With
+    `fails`, rank 1 spoils the weights before that, and raises.
     """
     import torch
     from torch.distributed.fsdp import fully_shard
@@ -58,14 +68,20 @@ def train(
     @nbe.elastic
     def loop(state: Any) -> dict[str, Any]:
         with torch.device("meta"):
-            model = network()
+            model = network(layers)
         mesh = nbe.device_mesh(shard=shard)
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPSILON)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPSILON)
         state.bind(model=model, optimizer=optimizer)
-        log(begin=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank())
+        log(begin=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank(), lr=lr)
+        while (Path(folder) / "wait").exists():
+            time.sleep(0.01)
+        if fails and nbe.rank() == 1:
+            with torch.no_grad():
+                model[0].weight.zero_()
+            raise ValueError("no batch")
         for state.epoch in itertools.count(state.epoch):
             sampler.set_epoch(state.epoch)
             for indices in DataLoader(range(SAMPLES), batch_size=nbe.local_batch_size(BATCH), sampler=sampler):
@@ -75,7 +91,7 @@ def train(
                 step(model, optimizer, data[indices], sampler.weight(len(indices)))
                 sampler.record_batch(len(indices))
                 state.step += 1
-                log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank())
+                log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank(), lr=lr)
                 state.commit()
                 time.sleep(pause)
         raise AssertionError
@@ -87,16 +103,26 @@ def train(
     return dict(loop(state))
 
 
-def difference(result: dict[str, Any]) -> float:
-    """The largest difference of the weights to those after as many steps of one process, relative to the largest weight."""
+def rates_in(lines: list[dict[str, Any]]) -> list[float]:
+    """The learning rate of each step, from the lines that the processes have logged: the last line of a step counts."""
+    found = {line["step"]: line["lr"] for line in lines}
+    return [found[step] for step in sorted(found)]
+
+
+def difference(result: dict[str, Any], rates: list[float] | None = None) -> float:
+    """The largest difference of the weights to those after as many steps of one process, relative to the largest weight.
+
+    `rates`: the learning rate of each step, as far as it is not always the same. Layers that were added are left out.
+    """
     import torch
 
     torch.manual_seed(3)
     model, data = network(), samples()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPSILON)
-    for indices in itertools.islice(_batches(), result["step"]):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON)
+    for indices, lr in zip(itertools.islice(_batches(), result["step"]), rates or itertools.repeat(RATE), strict=False):
+        optimizer.param_groups[0]["lr"] = lr
         step(model, optimizer, data[indices])
-    pairs = zip(result["weights"], (p.detach() for p in model.parameters()), strict=True)
+    pairs = zip(result["weights"], (p.detach() for p in model.parameters()), strict=False)
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 

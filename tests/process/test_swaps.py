@@ -15,7 +15,7 @@ from nbelastic.client.pickled_calls import pickle_call
 from nbelastic.client.submission import _save_call
 from nbelastic.errors import DriverLostError, JobError, UsageError, WaitTimeoutError
 from nbelastic.protocol import requests, worker_messages
-from tests.process import programs, sharded_training
+from tests.process import programs
 from tests.process.training import Training
 from tests.support.processes import driver_pid
 from tests.support.waiting import until
@@ -242,14 +242,17 @@ def test_the_last_checkpoint_of_a_job_that_is_stopped_during_a_trial(make, tmp_p
     until(lambda: [p.name for p in saved.iterdir()] == [f"000001-commit-{last}"], what="the last checkpoint")
 
 
-def test_a_sharded_program_is_not_swapped(make, tmp_path):
-    """It says so, and goes on."""
-    training = Training(make("localhost:2", min=2), tmp_path / "steps", sharded_training.train)
-    until(lambda: (training.cluster.status().step or 0) > 1, what="steps")
-    with pytest.raises(JobError, match="with ShardedState cannot be swapped yet"):
-        swap(training, second)
-    (training.folder / "finish").touch()
-    training.job.stop()
+def test_workers_that_join_after_a_swap_write_checkpoints(make, tmp_path):
+    """They have the job's folder, though the new program came without one: the last checkpoint is theirs."""
+    saved = tmp_path / "saved"
+    training = Training(make("localhost:2", min=1), tmp_path / "steps", programs.train, checkpoint=saved)
+    training.wait_for_world(2)
+    swap(training, second)
+    for _ in range(2):
+        training.signal_worker(training.wait_for_world(2)[0])
+    training.wait_for_world(2)
+    last = training.finish()[0]["step"]
+    assert [path.name for path in saved.iterdir()][-1:] == [f"000001-commit-{last}"]
 
 
 @pytest.mark.parametrize("during", ["the trial", "the training"])

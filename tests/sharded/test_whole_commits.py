@@ -1,7 +1,17 @@
 """The ranks return to the newest commit of which every chunk has a holder."""
 
 from nbelastic.protocol.worker_messages import Continued
-from nbelastic.sharded.whole_commits import Choice, Commit, Held, Lost, Origin, Statement, choose, continued
+from nbelastic.sharded.whole_commits import (
+    Choice,
+    Commit,
+    Held,
+    Lost,
+    Origin,
+    Statement,
+    choose,
+    continued,
+    is_endangered,
+)
 
 FOUR = Origin(("a", "a", "b", "b"), tuple(frozenset({rank}) for rank in range(4)))
 
@@ -96,3 +106,21 @@ def test_a_newcomer_that_is_left_alone_names_the_commit_that_is_lost():
     known = (Commit(1, 8),)
     lost = choose([Statement((), {1: FOUR}, {}, recoverable=True, known=known)])
     assert lost == Lost(Commit(1, 8), (0, 1, 2, 3), ("a", "a", "b", "b"))
+
+
+def test_after_a_loss_a_trial_goes_on_if_another_loss_would_lose_nothing():
+    """Each part of one commit, old or new, is then on two ranks. Without a loss the ranks need no copies."""
+    four = states(r0=[(8, 0)], r1=[(8, 1)], r2=[(8, 2)], r3=[(8, 3)])
+    assert not is_endangered(four)
+    assert is_endangered(four[:3])
+    assert is_endangered(states(r0=[(8, 0), (8, 3)], r1=[(8, 1), (8, 3)], r2=[(8, 2), (8, 0)]))
+    spare = states(r0=[(9, 0), (8, 0), (8, 1), (8, 2), (8, 3)], r1=[(9, 1), (8, 1), (8, 0), (8, 2), (8, 3)])
+    assert not is_endangered([*spare, Statement()])
+
+
+def test_a_rank_that_is_alone_has_nobody_to_copy_to():
+    """And newcomers hold nothing: one of them does not make it safer."""
+    (alone,) = states(r0=[(8, 0), (8, 1), (8, 2), (8, 3)])
+    assert not is_endangered([alone])
+    assert is_endangered([alone, Statement()])
+    assert not is_endangered([Statement()])

@@ -148,11 +148,13 @@ def test_objects_of_the_old_program_are_not_edited_by_the_training():
     assert taken(new, old, base) == ([], False)
 
 
-def test_a_sharded_state_takes_over_nothing():
-    """The error says what to do instead."""
-    old, base = trained()
-    with pytest.raises(StateError, match="run the job with checkpoint="):
-        take_over(nbe.ShardedState(step=0), old, base, {})
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_sharded_state_and_a_whole_one_do_not_take_over_from_one_another(is_new):
+    """The error names both, and says what to do instead."""
+    states = [trained()[0], nbe.ShardedState(step=0)]
+    old, new = states if is_new else reversed(states)
+    with pytest.raises(StateError, match=rf"is a {type(new).__name__}, .* a {type(old).__name__}, .* as a new job"):
+        take_over(new, old, {}, {})
 
 
 VALUES = st.recursive(
