@@ -33,19 +33,21 @@ UNFINISHED = "the cell did not end: a worker died, or the cell did not come to i
 class _AtCommit:
     """A cell that runs at a commit, or will."""
 
-    def __init__(self, source: str, pull: cell_messages.Pull | None = None) -> None:
+    def __init__(self, number: int, source: str, pull: cell_messages.Pull | None = None) -> None:
+        self.number = number
         self.source = source
         self.pull = pull
         self.ranks: dict[WorkerId, int] = {}  # of the workers that run it
+        self.displays: dict[WorkerId, tuple[str, ...]] = {}
         self.results: dict[WorkerId, cell_messages.CellResult] = {}
 
     def output(self, w: WorkerId) -> CommitOutput:
         """What the cell has printed on this worker; an error if it has not ended there."""
-        result = self.results.get(w)
+        result, displays = self.results.get(w), self.displays.get(w, ())
         if result is None:
-            return CommitOutput(self.ranks[w], str(w), "", "", UNFINISHED)
+            return CommitOutput(self.ranks[w], str(w), "", "", UNFINISHED, displays)
         traceback = result.traceback or None
-        return CommitOutput(self.ranks[w], str(w), result.stdout, result.stderr, traceback, result.displays)
+        return CommitOutput(self.ranks[w], str(w), result.stdout, result.stderr, traceback, displays)
 
 
 class Cells:
@@ -93,13 +95,13 @@ class Cells:
     def _pass_pieces(
         self,
         number: int,
-        results: Future[list[CellOutput]],
+        results: Future[list[T]],
         on_piece: OnPiece,
-        running: Callable[[], Iterable[WorkerId]],
+        running: Callable[[], Iterable[WorkerId]] = tuple,
     ) -> None:
         """Pass on what this cell prints until its results are there. If they are cancelled, interrupt it where it is running."""
 
-        def end(results: Future[list[CellOutput]]) -> None:
+        def end(results: Future[list[T]]) -> None:
             self._on_piece.pop(number, None)
             if results.cancelled():
                 self._workers.send(running(), cell_messages.InterruptCell(number))
@@ -109,11 +111,18 @@ class Cells:
 
     def receive_piece(self, piece: cell_messages.CellPiece) -> None:
         """Take what a cell has just printed. Pieces that no client waits for are dropped."""
+        run, rank = self._at_commit.get(piece.number), None
+        if run is not None:
+            rank = run.ranks.get(piece.worker)
+            if piece.kind == "display":
+                run.displays[piece.worker] = (*run.displays.get(piece.worker, ()), piece.text)
         on_piece = self._on_piece.get(piece.number)
         if on_piece is not None:
-            on_piece(Piece(str(piece.worker), piece.kind, piece.text))
+            on_piece(Piece(str(piece.worker), piece.kind, piece.text, rank))
 
-    def execute_at_commit(self, request: ExecuteAtCommit, results: Future[list[CommitOutput]]) -> None:
+    def execute_at_commit(
+        self, request: ExecuteAtCommit, results: Future[list[CommitOutput]], on_piece: OnPiece
+    ) -> None:
         """Run a cell at the next commit; resolve `results` when it has ended on all its ranks. If they are cancelled, so is it."""
 
         def collect(cluster: ClusterState, run: _AtCommit) -> list[CommitOutput]:
@@ -123,7 +132,9 @@ class Cells:
                 raise UsageError(f"the cell did not run: {reason}.")
             return [run.output(w) for w in run.ranks]
 
-        self._submit_at_commit(_AtCommit(request.source), request.ranks, request.limit, results, collect)
+        run = _AtCommit(next(self._numbers), request.source)
+        self._pass_pieces(run.number, results, on_piece)
+        self._submit_at_commit(run, request.ranks, request.limit, results, collect)
 
     def pull_at_commit(
         self, pull: cell_messages.Pull, limit: float, results: Future[list[cell_messages.CellResult]]
@@ -133,7 +144,7 @@ class Cells:
         def collect(_: ClusterState, run: _AtCommit) -> list[cell_messages.CellResult]:
             return list(run.results.values())
 
-        self._submit_at_commit(_AtCommit("", pull), (0,), limit, results, collect)
+        self._submit_at_commit(_AtCommit(next(self._numbers), "", pull), (0,), limit, results, collect)
 
     def _submit_at_commit(
         self,
@@ -144,7 +155,7 @@ class Cells:
         collect: Callable[[ClusterState, _AtCommit], T],
     ) -> None:
         """Resolve `results` with what `collect` returns when the cell has ended, or will not run."""
-        number = next(self._numbers)
+        number = run.number
         self._at_commit[number] = run
 
         def collect_at_end(cluster: ClusterState) -> T | None:
@@ -161,12 +172,13 @@ class Cells:
     def run_at_commit(self, command: cmd.RunCommitCell, members: Sequence[WorkerId]) -> None:
         """The members stand still: run this cell on those of the command, and post its ends."""
         # If no client waits for it any more, its cancellation follows.
-        run = self._at_commit.get(command.number, _AtCommit(""))
+        run = self._at_commit.get(command.number, _AtCommit(command.number, ""))
         run.ranks = {w: members.index(w) for w in command.workers}
         cell = cell_messages.CommitCell(
             command.generation, command.number, run.source, command.limit, command.everywhere
         )
         for w in command.workers:
+            self.receive_piece(cell_messages.CellPiece(w, command.number, "out", ""))
             self._callbacks[w, command.number] = partial(self._on_commit_cell_ended, run)
             self._workers.send((w,), replace(cell, pull=self._pull_on(w, run.pull)))
 

@@ -99,7 +99,7 @@ class RequestAnswers:
                 else:
                     future.set_result(True)
             case r.ExecuteAtCommit() | r.Swap() | r.Pause() | r.Step():
-                self._answer_about_halts(request, future)
+                self._answer_about_halts(request, future, on_piece)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup() | r.Push():
                 self._answer_about_cells(request, future, on_piece)
             case r.Debug():
@@ -171,12 +171,14 @@ class RequestAnswers:
         source = f"# pushed: {names} ({size / 1e6:,.1f} MB)"
         self._cells.try_setup(f"push:{names.replace(' ', '')}", source, future, r.ignore_piece, pushed)
 
-    def _answer_about_halts(self, request: r.ExecuteAtCommit | r.Swap | r.Pause | r.Step, future: Future[Any]) -> None:
+    def _answer_about_halts(
+        self, request: r.ExecuteAtCommit | r.Swap | r.Pause | r.Step, future: Future[Any], on_piece: r.OnPiece
+    ) -> None:
         """Answer when the cell has ended, the program was replaced, or all ranks stand still. A script makes no commits that the driver knows of."""
         change_requests.check_trains(self._cluster())
         match request:
             case r.ExecuteAtCommit():
-                self._cells.execute_at_commit(request, future)
+                self._cells.execute_at_commit(request, future, on_piece)
             case r.Swap():
                 self._jobs.swaps.submit(request, self._jobs.runs[self._jobs.present], self._cluster(), future)
             case r.Pause(by=by):
