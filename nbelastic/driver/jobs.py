@@ -158,6 +158,7 @@ class Jobs:
     def keep_program(self, command: cmd.KeepProgram) -> None:
         """Save the job's program, if it is a new one, then tell the workers."""
         self.swaps.keep(command.program)
+        self.swaps.reject(command.rejected, command.why)
         self._workers.send(command.workers, worker_messages.KeepProgram(command.program))
 
     def _send_call(self, fetch: worker_messages.FetchCall, run: JobRun) -> None:
