@@ -22,8 +22,17 @@ from nbelastic.errors import UsageError
 from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.requests import CellOutput, CommitOutput, ExecuteAtCommit, OnPiece, Piece, cell_output
+from nbelastic.protocol.requests import (
+    CellOutput,
+    CommitOutput,
+    ExecuteAtCommit,
+    OnPiece,
+    Piece,
+    cell_output,
+    ignore_piece,
+)
 from nbelastic.system import pickling
+from nbelastic.system.private_files import make_private
 
 JOB_ENDED = "the training has ended"
 T = TypeVar("T")
@@ -53,9 +62,13 @@ class _AtCommit:
 class Cells:
     """Lives in the driver's thread; `post` puts events into its inbox."""
 
-    def __init__(self, workers: Workers, agents: Agents, pending: Pending, post: Callable[[ev.Event], None]) -> None:
+    def __init__(
+        self, workers: Workers, agents: Agents, pending: Pending, post: Callable[[ev.Event], None], values: Path
+    ) -> None:
+        """`values`: the folder for pushed values."""
         self._workers, self._agents, self._pending, self._post = workers, agents, pending, post
-        self._kept_values: set[Path] = set()  # files of pushed values, when they were last looked for
+        self._values = values
+        self._new_values: set[str] = set()  # names of files there whose setup cell is not known yet
         self._pushed: dict[str, messages.Pushed] = {}  # that workers of other machines fetch, by key
         self._callbacks: dict[
             tuple[WorkerId, int], Callable[[cell_messages.CellResult], None]
@@ -262,14 +275,30 @@ class Cells:
                 self._workers.send((fetch.worker,), worker_messages.CallPiece(fetch.job, offset, data))
         return True
 
-    def remove_unused_values(self, cluster: ClusterState, *new: Path) -> None:
-        """Remove the files of pushed values, `new` ones included, that no later worker will get."""
+    def push(self, pushed: messages.Pushed, results: Future[list[CellOutput]]) -> None:
+        """Keep the file of the values, and set them on all workers, as a setup cell. UsageError if it cannot be kept."""
+        path, size = Path(pushed.values.path), pushed.values.size
+        try:
+            make_private(self._values)
+            path = path.rename(self._values / path.name)
+        except OSError as error:
+            raise UsageError(f"the pushed values cannot be kept in {self._values}: {error.strerror}.") from None
+        self._new_values.add(path.name)
+        pushed = replace(pushed, values=replace(pushed.values, path=str(path)))
+        names = ", ".join(pushed.names)
+        source = f"# pushed: {names} ({size / 1e6:,.1f} MB)"
+        results.add_done_callback(lambda _: self._new_values.discard(path.name))
+        self.try_setup(f"push:{names.replace(' ', '')}", source, results, ignore_piece, pushed)
+
+    def remove_unused_values(self, cluster: ClusterState) -> None:
+        """Remove the files of pushed values that no later worker will get, also those that an earlier driver has left."""
         cells = [*cluster.setup, *([cluster.trial.cell] if cluster.trial is not None else [])]
-        used = {Path(cell.pushed.values.path) for cell in cells if cell.pushed is not None}
-        for path in self._kept_values.union(new) - used:
-            path.unlink(missing_ok=True)
-        self._kept_values = used
-        self._pushed = {key: pushed for key, pushed in self._pushed.items() if Path(pushed.values.path) in used}
+        used = {Path(cell.pushed.values.path).name for cell in cells if cell.pushed is not None}
+        for path in self._values.glob("*"):
+            if path.name not in used | self._new_values:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self._pushed = {key: pushed for key, pushed in self._pushed.items() if Path(pushed.values.path).name in used}
 
     def receive_result(self, result: cell_messages.CellResult) -> None:
         """Take what a cell has printed, and its error. Results of an earlier driver's cells are dropped."""

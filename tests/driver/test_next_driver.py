@@ -78,6 +78,21 @@ def test_the_next_driver_continues_the_job(start_hostless):
     assert not job._driver.finished.is_set()
 
 
+def test_files_of_pushed_values_are_removed_by_the_next_driver(start_hostless):
+    """Those that an earlier driver has kept, when they are cleared; those that it has left over, at once."""
+    cluster = start_hostless(keep=True)
+    cluster.push(data=[1], more=[2])
+    folder = cluster._link.run_folder.path / "pushed"
+    (kept,) = folder.iterdir()
+    (folder / "left-over.pushed").touch()
+    kill_and_replace_driver(cluster)
+    assert [*folder.iterdir()] == [kept]
+    cluster.push(data=[3])
+    assert kept in [*folder.iterdir()]
+    cluster.clear_setup()
+    assert [*folder.iterdir()] == []
+
+
 def test_another_cluster_of_the_same_name_is_not_taken_over(start_hostless):
     """A kernel that paused does not connect to another cluster that has taken the name meanwhile."""
     cluster = start_hostless(keep=True)
