@@ -146,8 +146,11 @@ def _interrupt(_: bool) -> NoReturn:
 
 
 def _outcome(shell: Any, result: Any, shown: list[str], show: Callable[[str], object]) -> tuple[str, str]:
-    """Show the cell's last value. Returns its error in one line, and the traceback; both are empty without an error."""
-    bundle = () if result.result is None else shell.display_formatter.format(result.result)
+    """Show the cell's last value, unless a `;` follows. Returns its error in one line, and the traceback; both may be empty."""
+    is_hidden = result.result is None or shell.displayhook.semicolon_at_end_of_expression(
+        shell.transform_cell(result.info.raw_cell)
+    )
+    bundle = () if is_hidden else shell.display_formatter.format(result.result)
     error, traceback = _error_of(result, shown)
     if not error and bundle and not bundle[0]:  # its __repr__ has raised
         error = traceback = _COLOURS.sub("", "\n".join(shown)).strip()
