@@ -239,7 +239,7 @@ def test_a_driver_that_dies_while_its_kernel_begins_to_use_it(start_hostless, mo
     driver_thread.kill_driver(link.run_folder, 0)
     until(lambda: link.connection not in (first, *died))
     until(lambda: not first._reader.is_alive())
-    assert link.poller._driver is link.connection
+    until(lambda: link.poller._driver is link.connection, what="the poller of the newest driver")
 
 
 def test_a_stop_request_reaches_the_next_driver(start_hostless, monkeypatch):
