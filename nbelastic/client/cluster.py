@@ -262,6 +262,7 @@ class Cluster(ClusterView):
         ranks: Sequence[int] = (),
         limit: float = 30.0,
         timeout: float | None = None,
+        on_output: Callable[[list[Piece]], object] | None = None,
     ) -> list[CommitOutput]: ...
 
     def execute(
@@ -289,19 +290,16 @@ class Cluster(ClusterView):
         An error in it ends nothing; after `limit` seconds it is interrupted. Returns a list of `CommitOutput`. UsageError if no
         job trains. SyntaxError, before anything is sent, if the cell cannot be compiled.
         """
+        if at_commit and (setup or key is not None):
+            raise UsageError("a setup cell runs between jobs, not at a commit: leave out setup and key.")
+        check_cell(source, awaits=not at_commit)
         if at_commit:
-            if setup or key is not None:
-                raise UsageError("a setup cell runs between jobs, not at a commit: leave out setup and key.")
-            if on_output is not None:
-                raise UsageError("at a commit the output comes at the end: leave out on_output.")
-            check_cell(source, awaits=False)
             run: requests.AnyRequest = requests.ExecuteAtCommit(source, check_ranks(ranks), check_limit(limit))
-            commit_outputs: list[CommitOutput] = self._link.ask(run, timeout, "the cell to end", cancel=True)
-            return commit_outputs
-        check_cell(source, awaits=True)
-        key = key or f"cell-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
-        run = requests.ExecuteSetup(key, source) if setup else requests.Execute(source)
-        outputs: list[CellOutput] = self._link.ask(
+        elif setup:
+            run = requests.ExecuteSetup(key or f"cell-{hashlib.sha256(source.encode()).hexdigest()[:8]}", source)
+        else:
+            run = requests.Execute(source)
+        outputs: list[CellOutput] | list[CommitOutput] = self._link.ask(
             run, timeout, "the cell to end", cancel=not setup, on_pieces=on_output
         )
         return outputs

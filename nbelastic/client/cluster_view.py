@@ -21,7 +21,6 @@ class ClusterView:
     _link: DriverLink
     _subscriptions: Subscriptions
     _engines: EngineClient
-    _shown: Any = None  # the dashboard at the ends of cells: one stream of updates serves all its views
 
     @property
     def died(self) -> bool:
@@ -106,9 +105,10 @@ class ClusterView:
         """In a notebook, a cluster at the end of a cell is its dashboard; elsewhere it is a line of text."""
         if not in_notebook():
             return {"text/plain": repr(self)}
-        if self._shown is None:
-            self._shown = self.dashboard()
-        bundle: dict[str, Any] = self._shown._repr_mimebundle_()
+        import importlib
+
+        dashboard = importlib.import_module("nbelastic.notebook.shown_dashboards").dashboard_of(self)
+        bundle: dict[str, Any] = dashboard._repr_mimebundle_()
         return bundle
 
     def __repr__(self) -> str:

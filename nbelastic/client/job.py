@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from nbelastic.client.connection import Connection
 from nbelastic.client.job_copy import JobCopy
-from nbelastic.client.notebook_line import NotebookLine, in_notebook
-from nbelastic.client.progress import ProgressLine, describe_progress, terminal
+from nbelastic.client.notebook_line import NotebookLine
+from nbelastic.client.progress import ProgressLine, changing_line, describe_progress, terminal
 from nbelastic.client.pushed_values import read_state
 from nbelastic.client.waiting import ANSWER_TIMEOUT, wait_for_result
 from nbelastic.errors import ClusterStoppedError, DriverLostError, JobError, JobStoppedError, UsageError
@@ -145,7 +145,7 @@ class Job:
 
     def _progress_line(self) -> TextIO | NotebookLine | None:
         """Where a wait shows the progress, if anywhere."""
-        return NotebookLine() if in_notebook() and not self._has_view() else terminal()
+        return terminal() if self._has_view() else changing_line()
 
     def _describe_progress(self) -> str:
         status = self._driver.status

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from typing import Self, TextIO
 
-from nbelastic.client.notebook_line import NotebookLine
+from nbelastic.client.notebook_line import NotebookLine, in_notebook
 from nbelastic.protocol.status import Status
 
 INTERVAL = 0.25  # seconds between two updates
 CLEAR = "\x1b[K"  # erases to the end of the line
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def describe_progress(status: Status) -> str:
@@ -80,8 +82,8 @@ def _number(value: float | str) -> str:
 
 
 def fit(text: str, columns: int) -> str:
-    """Cut the text to one line of a terminal. The last column stays free, as a character there may begin a new line."""
-    plain = "".join(c if c.isprintable() else " " for c in text)
+    """Cut the text to one line of a terminal, without colours. The last column stays free, as a character there may begin a new line."""
+    plain = "".join(c if c.isprintable() else " " for c in _COLOURS.sub("", text))
     return plain if len(plain) < columns else f"{plain[: max(0, columns - 2)].rstrip(' ·')}…"
 
 
@@ -92,6 +94,11 @@ def terminal() -> TextIO | None:
         if stream.isatty() and os.environ.get("TERM") != "dumb":
             return stream
     return None
+
+
+def changing_line() -> TextIO | NotebookLine | None:
+    """Where text can change in place, if anywhere."""
+    return NotebookLine() if in_notebook() else terminal()
 
 
 class ProgressLine:
@@ -121,12 +128,21 @@ class ProgressLine:
             self._write(text if isinstance(self._stream, NotebookLine) else fit(text, _width(self._stream)))
             self._shown = True
 
+    def make_room(self) -> None:
+        """Other text is printed next: clear the line at a terminal. A notebook's has its own place, and stays."""
+        if not isinstance(self._stream, NotebookLine):
+            self.clear()
+
+    def clear(self) -> None:
+        if self._shown:
+            self._write("")
+        self._next_change, self._shown = 0.0, False
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._write("")
+        self.clear()
 
     def _write(self, text: str) -> None:
         if self._stream is None:

@@ -172,10 +172,15 @@ class TryProgram(Command):
 
 
 class KeepProgram(Command):
-    """Workers that try this program keep it, as it is the job's; those that try another one return to it."""
+    """Workers that try this program keep it, as it is the job's; those that try another one return to it.
+
+    `rejected`: the program that was on trial instead, and `why` it was rejected.
+    """
 
     program: int
     workers: tuple[WorkerId, ...]
+    rejected: int = 0
+    why: str = ""
 
 
 class InterruptCell(Command):

@@ -102,7 +102,7 @@ def reject(cluster: ClusterState, why: str, now: float, out: Commands) -> Cluste
     job = cluster.active
     assert job is not None
     out.append(cmd.Record("swap-failed", f"the old program goes on: {why}", generation=cluster.generation))
-    out.append(cmd.KeepProgram(job.program, _workers(cluster)))
+    out.append(cmd.KeepProgram(job.program, _workers(cluster), rejected=job.trial, why=why))
     trying = [w for w in _workers(cluster) if cluster.workers[w].program == job.trial]
     cluster = _with_program(replace(cluster, job=replace(job, trial=0)), trying, job.program)
     cluster = _expect(cluster, cluster.newcomers.intersection(trying), now)

@@ -22,8 +22,17 @@ from nbelastic.errors import UsageError
 from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.requests import CellOutput, CommitOutput, ExecuteAtCommit, OnPiece, Piece, cell_output
+from nbelastic.protocol.requests import (
+    CellOutput,
+    CommitOutput,
+    ExecuteAtCommit,
+    OnPiece,
+    Piece,
+    cell_output,
+    ignore_piece,
+)
 from nbelastic.system import pickling
+from nbelastic.system.private_files import make_private
 
 JOB_ENDED = "the training has ended"
 T = TypeVar("T")
@@ -33,27 +42,33 @@ UNFINISHED = "the cell did not end: a worker died, or the cell did not come to i
 class _AtCommit:
     """A cell that runs at a commit, or will."""
 
-    def __init__(self, source: str, pull: cell_messages.Pull | None = None) -> None:
+    def __init__(self, number: int, source: str, pull: cell_messages.Pull | None = None) -> None:
+        self.number = number
         self.source = source
         self.pull = pull
         self.ranks: dict[WorkerId, int] = {}  # of the workers that run it
+        self.displays: dict[WorkerId, tuple[str, ...]] = {}
         self.results: dict[WorkerId, cell_messages.CellResult] = {}
 
     def output(self, w: WorkerId) -> CommitOutput:
         """What the cell has printed on this worker; an error if it has not ended there."""
-        result = self.results.get(w)
+        result, displays = self.results.get(w), self.displays.get(w, ())
         if result is None:
-            return CommitOutput(self.ranks[w], str(w), "", "", UNFINISHED)
+            return CommitOutput(self.ranks[w], str(w), "", "", UNFINISHED, displays)
         traceback = result.traceback or None
-        return CommitOutput(self.ranks[w], str(w), result.stdout, result.stderr, traceback, result.displays)
+        return CommitOutput(self.ranks[w], str(w), result.stdout, result.stderr, traceback, displays)
 
 
 class Cells:
     """Lives in the driver's thread; `post` puts events into its inbox."""
 
-    def __init__(self, workers: Workers, agents: Agents, pending: Pending, post: Callable[[ev.Event], None]) -> None:
+    def __init__(
+        self, workers: Workers, agents: Agents, pending: Pending, post: Callable[[ev.Event], None], values: Path
+    ) -> None:
+        """`values`: the folder for pushed values."""
         self._workers, self._agents, self._pending, self._post = workers, agents, pending, post
-        self._kept_values: set[Path] = set()  # files of pushed values, when they were last looked for
+        self._values = values
+        self._new_values: set[str] = set()  # names of files there whose setup cell is not known yet
         self._pushed: dict[str, messages.Pushed] = {}  # that workers of other machines fetch, by key
         self._callbacks: dict[
             tuple[WorkerId, int], Callable[[cell_messages.CellResult], None]
@@ -93,13 +108,13 @@ class Cells:
     def _pass_pieces(
         self,
         number: int,
-        results: Future[list[CellOutput]],
+        results: Future[list[T]],
         on_piece: OnPiece,
-        running: Callable[[], Iterable[WorkerId]],
+        running: Callable[[], Iterable[WorkerId]] = tuple,
     ) -> None:
         """Pass on what this cell prints until its results are there. If they are cancelled, interrupt it where it is running."""
 
-        def end(results: Future[list[CellOutput]]) -> None:
+        def end(results: Future[list[T]]) -> None:
             self._on_piece.pop(number, None)
             if results.cancelled():
                 self._workers.send(running(), cell_messages.InterruptCell(number))
@@ -109,11 +124,18 @@ class Cells:
 
     def receive_piece(self, piece: cell_messages.CellPiece) -> None:
         """Take what a cell has just printed. Pieces that no client waits for are dropped."""
+        run, rank = self._at_commit.get(piece.number), None
+        if run is not None:
+            rank = run.ranks.get(piece.worker)
+            if piece.kind == "display":
+                run.displays[piece.worker] = (*run.displays.get(piece.worker, ()), piece.text)
         on_piece = self._on_piece.get(piece.number)
         if on_piece is not None:
-            on_piece(Piece(str(piece.worker), piece.kind, piece.text))
+            on_piece(Piece(str(piece.worker), piece.kind, piece.text, rank))
 
-    def execute_at_commit(self, request: ExecuteAtCommit, results: Future[list[CommitOutput]]) -> None:
+    def execute_at_commit(
+        self, request: ExecuteAtCommit, results: Future[list[CommitOutput]], on_piece: OnPiece
+    ) -> None:
         """Run a cell at the next commit; resolve `results` when it has ended on all its ranks. If they are cancelled, so is it."""
 
         def collect(cluster: ClusterState, run: _AtCommit) -> list[CommitOutput]:
@@ -123,7 +145,9 @@ class Cells:
                 raise UsageError(f"the cell did not run: {reason}.")
             return [run.output(w) for w in run.ranks]
 
-        self._submit_at_commit(_AtCommit(request.source), request.ranks, request.limit, results, collect)
+        run = _AtCommit(next(self._numbers), request.source)
+        self._pass_pieces(run.number, results, on_piece)
+        self._submit_at_commit(run, request.ranks, request.limit, results, collect)
 
     def pull_at_commit(
         self, pull: cell_messages.Pull, limit: float, results: Future[list[cell_messages.CellResult]]
@@ -133,7 +157,7 @@ class Cells:
         def collect(_: ClusterState, run: _AtCommit) -> list[cell_messages.CellResult]:
             return list(run.results.values())
 
-        self._submit_at_commit(_AtCommit("", pull), (0,), limit, results, collect)
+        self._submit_at_commit(_AtCommit(next(self._numbers), "", pull), (0,), limit, results, collect)
 
     def _submit_at_commit(
         self,
@@ -144,7 +168,7 @@ class Cells:
         collect: Callable[[ClusterState, _AtCommit], T],
     ) -> None:
         """Resolve `results` with what `collect` returns when the cell has ended, or will not run."""
-        number = next(self._numbers)
+        number = run.number
         self._at_commit[number] = run
 
         def collect_at_end(cluster: ClusterState) -> T | None:
@@ -161,12 +185,13 @@ class Cells:
     def run_at_commit(self, command: cmd.RunCommitCell, members: Sequence[WorkerId]) -> None:
         """The members stand still: run this cell on those of the command, and post its ends."""
         # If no client waits for it any more, its cancellation follows.
-        run = self._at_commit.get(command.number, _AtCommit(""))
+        run = self._at_commit.get(command.number, _AtCommit(command.number, ""))
         run.ranks = {w: members.index(w) for w in command.workers}
         cell = cell_messages.CommitCell(
             command.generation, command.number, run.source, command.limit, command.everywhere
         )
         for w in command.workers:
+            self.receive_piece(cell_messages.CellPiece(w, command.number, "out", ""))
             self._callbacks[w, command.number] = partial(self._on_commit_cell_ended, run)
             self._workers.send((w,), replace(cell, pull=self._pull_on(w, run.pull)))
 
@@ -250,14 +275,30 @@ class Cells:
                 self._workers.send((fetch.worker,), worker_messages.CallPiece(fetch.job, offset, data))
         return True
 
-    def remove_unused_values(self, cluster: ClusterState, *new: Path) -> None:
-        """Remove the files of pushed values, `new` ones included, that no later worker will get."""
+    def push(self, pushed: messages.Pushed, results: Future[list[CellOutput]]) -> None:
+        """Keep the file of the values, and set them on all workers, as a setup cell. UsageError if it cannot be kept."""
+        path, size = Path(pushed.values.path), pushed.values.size
+        try:
+            make_private(self._values)
+            path = path.rename(self._values / path.name)
+        except OSError as error:
+            raise UsageError(f"the pushed values cannot be kept in {self._values}: {error.strerror}.") from None
+        self._new_values.add(path.name)
+        pushed = replace(pushed, values=replace(pushed.values, path=str(path)))
+        names = ", ".join(pushed.names)
+        source = f"# pushed: {names} ({size / 1e6:,.1f} MB)"
+        results.add_done_callback(lambda _: self._new_values.discard(path.name))
+        self.try_setup(f"push:{names.replace(' ', '')}", source, results, ignore_piece, pushed)
+
+    def remove_unused_values(self, cluster: ClusterState) -> None:
+        """Remove the files of pushed values that no later worker will get, also those that an earlier driver has left."""
         cells = [*cluster.setup, *([cluster.trial.cell] if cluster.trial is not None else [])]
-        used = {Path(cell.pushed.values.path) for cell in cells if cell.pushed is not None}
-        for path in self._kept_values.union(new) - used:
-            path.unlink(missing_ok=True)
-        self._kept_values = used
-        self._pushed = {key: pushed for key, pushed in self._pushed.items() if Path(pushed.values.path) in used}
+        used = {Path(cell.pushed.values.path).name for cell in cells if cell.pushed is not None}
+        for path in self._values.glob("*"):
+            if path.name not in used | self._new_values:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self._pushed = {key: pushed for key, pushed in self._pushed.items() if Path(pushed.values.path).name in used}
 
     def receive_result(self, result: cell_messages.CellResult) -> None:
         """Take what a cell has printed, and its error. Results of an earlier driver's cells are dropped."""

@@ -203,7 +203,7 @@ class _Connection(asyncio.Protocol):
         self._setup: dict[str, str] = {}  # as it was sent
         self._jobs: dict[str, tuple[int, int, bool]] = {}  # what was sent of each job: see `_progress`
         self._is_writing_paused = False  # the client has not read what it was sent; the next update waits for that
-        self._missed_pieces: dict[int, str] = {}  # by request: a worker whose output was left out
+        self._missed_pieces: dict[int, r.Piece] = {}  # by request: the newest output that was left out
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -258,14 +258,14 @@ class _Connection(asyncio.Protocol):
     def _send_piece(self, number: int, piece: r.Piece) -> None:
         """Send a piece of output. A client that does not read gets a line instead of what it has missed."""
         if self._is_writing_paused:
-            self._missed_pieces[number] = piece.worker
+            self._missed_pieces[number] = piece
         elif not self._transport.is_closing():
             self._transport.write(u.frame(u.Part(number, piece)))
 
     def _note_missed_pieces(self, number: int) -> None:
-        worker = self._missed_pieces.pop(number, None)
-        if worker is not None:
-            self._transport.write(u.frame(u.Part(number, r.Piece(worker, "err", MISSED))))
+        piece = self._missed_pieces.pop(number, None)
+        if piece is not None:
+            self._transport.write(u.frame(u.Part(number, r.Piece(piece.worker, "err", MISSED, piece.rank))))
 
     def _greet(self, version: str, fingerprint: str) -> None:
         if fingerprint != u.fingerprint():

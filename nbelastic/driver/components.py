@@ -109,7 +109,8 @@ class Components:
         )
         self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
         self.debuggers = Debuggers(self.workers, shared.pending)
-        self.cells = Cells(self.workers, self.agents, shared.pending, shared.post)
+        values = shared.settings.run_folder / "pushed"
+        self.cells = Cells(self.workers, self.agents, shared.pending, shared.post, values)
         self.liveness = Liveness(
             shared.settings,
             self.agents,

@@ -257,6 +257,7 @@ class Driver:
         for event in reports.frozen:
             self.post(event)
         self.jobs.resume(previous.job, reports)
+        self._components.cells.remove_unused_values(self.cluster)
 
     async def _end(self) -> None:
         """Close everything, from the last line to the first, even if one of them fails."""

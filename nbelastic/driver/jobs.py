@@ -151,11 +151,13 @@ class Jobs:
         if not self._agents.has_local_agent(w.host):  # another machine sees no file of this one
             results = ""
             call = messages.Blob(call.size, call.data) if call is not None else None
-        return replace(program, log_dir=str(self._settings.log_dir / program.job), call=call, results=results)
+        log_dir, workers = str(self._settings.log_dir / program.job), len(self._cluster().workers)
+        return replace(program, log_dir=log_dir, call=call, results=results, workers=workers)
 
     def keep_program(self, command: cmd.KeepProgram) -> None:
         """Save the job's program, if it is a new one, then tell the workers."""
         self.swaps.keep(command.program)
+        self.swaps.reject(command.rejected, command.why)
         self._workers.send(command.workers, worker_messages.KeepProgram(command.program))
 
     def _send_call(self, fetch: worker_messages.FetchCall, run: JobRun) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from nbelastic.driver.metrics import CONTENT_TYPE, metrics
@@ -19,6 +21,7 @@ MAX_CONNECTIONS = 8  # at the same time; more are closed
 MAX_REQUEST = 8192  # bytes
 TIMEOUT = 5.0  # seconds in which a connection must have sent its request and read the answer
 MAX_AGE = 1.0  # seconds; scrapers that ask more often get the same text
+_THIS_MACHINE = re.compile(rb"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?", re.IGNORECASE)
 
 
 class MetricsServer:
@@ -39,18 +42,21 @@ class MetricsServer:
             server: asyncio.Server = await asyncio.start_unix_server(self._answer, sock=listener, limit=MAX_REQUEST)
             await stack.enter_async_context(server)
             if self._port is not None:
-                server = await asyncio.start_server(self._answer, LOOPBACK, self._port, limit=MAX_REQUEST)
+                answer = partial(self._answer, is_port=True)
+                server = await asyncio.start_server(answer, LOOPBACK, self._port, limit=MAX_REQUEST)
                 await stack.enter_async_context(server)
             await asyncio.Event().wait()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_port: bool = False
+    ) -> None:
         self._open += 1
         try:
             if self._open <= MAX_CONNECTIONS:
                 async with asyncio.timeout(TIMEOUT):
                     request = await reader.readuntil(b"\r\n\r\n")
                     writer.transport.set_write_buffer_limits(high=0)  # `drain` waits until all is sent
-                    writer.write(self._response(request))
+                    writer.write(_REFUSED if is_port and not _names_this_machine(request) else self._response(request))
                     await writer.drain()
                     writer.close()
                     await writer.wait_closed()
@@ -76,6 +82,16 @@ class MetricsServer:
         return self._text
 
 
+def _names_this_machine(request: bytes) -> bool:
+    """Whether the request is for a name of this machine.
+
+    A web page may have its own name resolve to 127.0.0.1, so that the browser lets it read the answer (DNS rebinding).
+    """
+    lines = (line.partition(b":") for line in request.split(b"\r\n")[1:])
+    hosts = [value.strip() for name, _, value in lines if name.lower() == b"host"]
+    return len(hosts) == 1 and _THIS_MACHINE.fullmatch(hosts[0]) is not None
+
+
 def check_port(port: int | None) -> None:
     """HostError if another process uses the port."""
     if port is None:
@@ -91,3 +107,6 @@ def check_port(port: int | None) -> None:
 def _http(status: str, body: bytes, kind: str = "text/plain; charset=utf-8", *, with_body: bool = True) -> bytes:
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode() + (body if with_body else b"")
+
+
+_REFUSED = _http("403 Forbidden", b"the Host header must be localhost, 127.0.0.1 or [::1]\n")

@@ -31,7 +31,6 @@ from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
-from nbelastic.system.private_files import make_private
 
 
 def ready_workers(cluster: ClusterState) -> int:
@@ -80,7 +79,7 @@ class RequestAnswers:
         self._cells, self._jobs, self._telemetry, self._pending = cells, jobs, telemetry, pending
         self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
-        self._state_pulls, self._pushed_values = state_pulls, settings.run_folder / "pushed"
+        self._state_pulls = state_pulls
         self._debuggers = debuggers
 
     def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
@@ -99,7 +98,7 @@ class RequestAnswers:
                 else:
                     future.set_result(True)
             case r.ExecuteAtCommit() | r.Swap() | r.Pause() | r.Step():
-                self._answer_about_halts(request, future)
+                self._answer_about_halts(request, future, on_piece)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup() | r.Push():
                 self._answer_about_cells(request, future, on_piece)
             case r.Debug():
@@ -148,7 +147,8 @@ class RequestAnswers:
                 self._cells.try_setup(key, source, future, on_piece)
             case r.Push(pushed=pushed):
                 r.refuse_push(self._jobs.present)
-                self._push(pushed, future)
+                self._cells.push(pushed, future)
+                future.add_done_callback(lambda _: self._cells.remove_unused_values(self._cluster()))
             case r.ClearSetup(key=key):
                 known = [cell.key for cell in cluster.setup]
                 if key and key not in known:
@@ -156,27 +156,14 @@ class RequestAnswers:
                 self._answer_after(ev.SetupCleared(key), future)
                 future.add_done_callback(lambda _: self._cells.remove_unused_values(self._cluster()))
 
-    def _push(self, pushed: messages.Pushed, future: Future[Any]) -> None:
-        """Keep the file of the values, and set them on all workers, as a setup cell."""
-        path, size = Path(pushed.values.path), pushed.values.size
-        self._cells.remove_unused_values(self._cluster())  # a new driver now knows the files of the last one
-        try:
-            make_private(self._pushed_values)
-            path = path.rename(self._pushed_values / path.name)
-        except OSError as error:
-            raise UsageError(f"the pushed values cannot be kept in {self._pushed_values}: {error.strerror}.") from None
-        pushed = replace(pushed, values=replace(pushed.values, path=str(path)))
-        names = ", ".join(pushed.names)
-        future.add_done_callback(lambda _: self._cells.remove_unused_values(self._cluster(), path))
-        source = f"# pushed: {names} ({size / 1e6:,.1f} MB)"
-        self._cells.try_setup(f"push:{names.replace(' ', '')}", source, future, r.ignore_piece, pushed)
-
-    def _answer_about_halts(self, request: r.ExecuteAtCommit | r.Swap | r.Pause | r.Step, future: Future[Any]) -> None:
+    def _answer_about_halts(
+        self, request: r.ExecuteAtCommit | r.Swap | r.Pause | r.Step, future: Future[Any], on_piece: r.OnPiece
+    ) -> None:
         """Answer when the cell has ended, the program was replaced, or all ranks stand still. A script makes no commits that the driver knows of."""
         change_requests.check_trains(self._cluster())
         match request:
             case r.ExecuteAtCommit():
-                self._cells.execute_at_commit(request, future)
+                self._cells.execute_at_commit(request, future, on_piece)
             case r.Swap():
                 self._jobs.swaps.submit(request, self._jobs.runs[self._jobs.present], self._cluster(), future)
             case r.Pause(by=by):

@@ -56,7 +56,7 @@ class Swaps:
                 return SwapOutcome(run.name, new.notes)
             if new.failure is not None:
                 return new.failure
-            why = "the event log says why" if job is not None else "the training has ended"
+            why = "the training has ended" if job is None or job.succeeded else "another new program came first"
             raise UsageError(f"the program of {run.name} was not replaced: {why}.")
 
         def forget(outcome: Future[SwapOutcome]) -> None:
@@ -82,6 +82,12 @@ class Swaps:
             self._post(SwapFailed(report.worker, report.number, report.error))
         elif new is not None:
             new.notes = report.notes
+
+    def reject(self, number: int, why: str) -> None:
+        """The core has rejected the program of this number. If a worker has reported an error of it, that says more."""
+        new = self._new.get(number)
+        if new is not None and new.failure is None:
+            new.failure = SwapOutcome(new.run.name, (), why)
 
     def keep(self, number: int) -> None:
         """The core has accepted the program of this number: newcomers run it, also under the next driver."""

@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.magic import magics_class
 
 from nbelastic.errors import UsageError
-from nbelastic.notebook.cell_output import CellDisplay, cell_id, raise_errors, short_syntax_errors, show_commit_output
+from nbelastic.notebook.cell_output import CellDisplay, cell_id, raise_errors, short_syntax_errors
 from nbelastic.notebook.cluster_magics import ClusterMagics
 from nbelastic.notebook.magic_arguments import argument, magic, out, several, show_in_one_line
 
@@ -80,7 +80,6 @@ class CellMagics(ClusterMagics):
                 print(f"{key}: {source.strip().partition(chr(10))[0]}")
 
     def _run_cell(self, options: Namespace, cell: str) -> None:
-        cluster = self._cluster()
         self._check_variable(options.out_variable)
         given = {"ranks": options.rank, "limit": options.limit}
         at_commit = {name: value for name, value in given.items() if value is not None}
@@ -89,22 +88,21 @@ class CellMagics(ClusterMagics):
         if options.at_commit:
             if options.setup is not None:
                 raise UsageError("a setup cell runs between jobs: leave out --setup or --at-commit.")
-            with short_syntax_errors():
-                rows = cluster.execute(cell, at_commit=True, timeout=options.timeout, **at_commit)
-            self._keep(options.out_variable, rows)
-            show_commit_output(rows)
+            self._show_cell([], cell, options, at_commit=True, **at_commit)
         elif options.setup is not None:
             self._run_setup(options.setup, cell, options)
         else:
-            self._show_cell(cell, options)
+            self._show_cell(self._ready_workers(), cell, options)
 
     def _run_setup(self, key: str | None, cell: str, options: Namespace) -> None:
-        self._show_cell(cell, options, setup=True, key=key or cell_id(self.shell))
+        self._show_cell(self._ready_workers(), cell, options, setup=True, key=key or cell_id(self.shell))
 
-    def _show_cell(self, cell: str, options: Namespace, **how: Any) -> None:
-        """Run a cell between jobs, and show its output while it runs."""
-        cluster = self._cluster()
-        shown = CellDisplay([worker.id for worker in cluster.workers if worker.state == "ready"])
+    def _ready_workers(self) -> list[str]:
+        return [worker.id for worker in self._cluster().workers if worker.state == "ready"]
+
+    def _show_cell(self, workers: list[str], cell: str, options: Namespace, **how: Any) -> None:
+        """Run a cell, and show its output while it runs. `workers` run it, as far as known."""
+        cluster, shown = self._cluster(), CellDisplay(workers)
         try:
             with short_syntax_errors():
                 rows = cluster.execute(cell, on_output=shown.update, timeout=options.timeout, **how)

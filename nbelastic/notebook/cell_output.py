@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 from IPython.display import display
 
 from nbelastic.client.cell_syntax import describe_error
+from nbelastic.client.progress import ProgressLine, changing_line
 from nbelastic.errors import JobError, UsageError
 from nbelastic.notebook.live_output import LiveOutput, Shown
 from nbelastic.protocol.requests import CellOutput, CommitOutput, Piece
 from nbelastic.system.terminal_text import as_displayed
 
 MAX_NAMES = 4  # workers, or runs of ranks, that are named before a line; the others are counted
+MAX_LIVE = 8  # lines without an end that are shown at once
 MAX_OTHER_ERRORS = 2  # different errors that are shown after the first
 _RANK = re.compile(r"rank (\d+)")
 
@@ -46,26 +48,43 @@ def short_syntax_errors() -> Iterator[None]:
 class CellDisplay:
     """Shows what a cell prints and displays on `workers`, equal output of several once, while it runs.
 
-    For the main thread. It prints each line after the names of the workers that have printed it.
+    For the main thread. It prints each line after the names of the workers that have printed it. Lines without an end, such as
+    progress bars, change in place.
     """
 
-    def __init__(self, workers: Sequence[str] = ()) -> None:
-        self._output = LiveOutput(workers)
+    def __init__(self, workers: Sequence[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._output, self._clock = LiveOutput(workers), clock
+        self._live: list[str] = []  # lines without an end
+        self._line = ProgressLine(lambda: "\n".join(self._live), changing_line(), clock)
 
     def update(self, pieces: Iterable[Piece] = ()) -> None:
         """Take pieces of output, and show what has waited long enough."""
-        now = time.monotonic()
+        now = self._clock()
         for piece in pieces:
-            self._output.add(piece.worker, piece.kind, piece.text, now)
+            worker = piece.worker if piece.rank is None else f"rank {piece.rank}"
+            self._output.add(worker, piece.kind, piece.text, now)
         self._show(self._output.take(now))
+        self._show_live(now)
 
     def end(self) -> None:
         """Show the rest."""
+        self._line.clear()
         self._show(self._output.take_rest())
+
+    def _show_live(self, now: float) -> None:
+        rows, before, count = self._output.live(now), self._live, len(self._output.workers)
+        self._live = [f"[{_names(workers, count)}] {text}" for workers, text in rows[:MAX_LIVE]]
+        if rows[MAX_LIVE:]:
+            self._live.append(f"… {len(rows) - MAX_LIVE} more lines without an end …")
+        if self._live:
+            self._line.show()
+        elif before:
+            self._line.clear()
 
     def _show(self, found: Iterable[Shown]) -> None:
         count = len(self._output.workers)
         for (workers, kind), group in groupby(found, lambda one: (one.workers, one.kind)):
+            self._line.make_room()
             names, texts = _names(workers, count), [one.text for one in group]
             if kind == "display":
                 for text in texts:
@@ -74,22 +93,17 @@ class CellDisplay:
                 _print_lines(names, texts, kind)
 
 
-def show_commit_output(outputs: Sequence[CommitOutput]) -> None:
-    """Show what a cell has printed and displayed at a commit, equal output of several ranks once; then raise its errors."""
-    shown = CellDisplay([f"rank {one.rank}" for one in outputs])
-    for one in outputs:
-        texts = ("out", one.stdout), ("err", one.stderr), *(("display", text) for text in one.displays)
-        shown.update([Piece(f"rank {one.rank}", *text) for text in texts])
-    shown.end()
-    raise_errors([(f"rank {one.rank}", one.stdout, one.stderr, one.error) for one in outputs], "ranks")
-
-
-def raise_errors(rows: Sequence[CellOutput], noun: str = "workers") -> None:
+def raise_errors(rows: Sequence[CellOutput] | Sequence[CommitOutput]) -> None:
     """Raise the errors of a cell as one JobError, equal ones once. Without errors nothing happens."""
     groups: dict[str, list[str]] = {}
-    for worker, _, _, error in rows:
+    noun = "workers"
+    for row in rows:
+        if isinstance(row, CommitOutput):
+            noun, name, error = "ranks", f"rank {row.rank}", row.error
+        else:
+            name, _, _, error = row
         if error is not None:
-            groups.setdefault(error, []).append(worker)
+            groups.setdefault(error, []).append(name)
     if not groups:
         return
     (text, first), *others = groups.items()

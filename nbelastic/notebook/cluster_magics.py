@@ -8,18 +8,17 @@ from IPython.core.magic import Magics
 from IPython.display import display
 
 from nbelastic.errors import UsageError
+from nbelastic.notebook.shown_dashboards import dashboard_of
 
 if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
     from nbelastic.client.job import Job
-    from nbelastic.notebook.dashboard import Dashboard
 
 
 class ClusterMagics(Magics):  # type: ignore[misc]  # IPython carries no types here
     """The base of each class of magics."""
 
     cluster: Cluster | None = None  # the notebook's present or last one
-    dashboard: Dashboard | None = None
 
     def _cluster(self) -> Cluster:
         if self.cluster is None:
@@ -33,18 +32,7 @@ class ClusterMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         return job
 
     def _show_dashboard(self) -> None:
-        """Show the dashboard, always the same widget: one stream of updates serves all its views."""
-        from nbelastic.notebook.dashboard import Dashboard
-
-        if self.dashboard is None:
-            self.dashboard = Dashboard(self._cluster())
-        display(self.dashboard)
-
-    def _close_dashboard(self) -> None:
-        """Close the last cluster's dashboard, else its subscription, thread and events last as long as the kernel."""
-        dashboard, self.dashboard = self.dashboard, None
-        if dashboard is not None:
-            dashboard.close()
+        display(dashboard_of(self._cluster()))
 
     def _keep(self, variable: str | None, value: object) -> bool:
         """Set the user's variable, if there is one. Returns whether there is."""

@@ -13,6 +13,7 @@ from nbelastic.notebook.change_magics import ChangeMagics
 from nbelastic.notebook.data_magics import DataMagics
 from nbelastic.notebook.magic_arguments import completion
 from nbelastic.notebook.run_magics import RunMagics
+from nbelastic.notebook.shown_dashboards import close_ended
 from nbelastic.notebook.start_magics import StartMagics
 from nbelastic.notebook.view_magics import ViewMagics
 
@@ -59,7 +60,7 @@ class ElasticMagics(StartMagics, RunMagics, CellMagics, ViewMagics, ChangeMagics
         """Stop the cluster, or detach a kept one, and undo `register`."""
         if self.cluster is not None:
             self.cluster.close()
-        self._close_dashboard()
+        close_ended(None)
         registered = self.shell.magics_manager.magics
         for kind, names in self.magics.items():
             for name in names:

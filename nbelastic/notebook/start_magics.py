@@ -12,6 +12,7 @@ from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
 from nbelastic.notebook.magic_arguments import argument, magic, out
 from nbelastic.notebook.px_guard import guard_px
+from nbelastic.notebook.shown_dashboards import close_ended
 from nbelastic.notebook.start_options import START_OPTIONS, cluster_arguments
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class StartMagics(ClusterMagics):
         variable = given.pop("cluster_variable", None)
         hosts = ",".join(given.pop("hosts", ())) or None
         self.cluster = self.create(hosts, **cluster_arguments(given))
-        self._close_dashboard()
+        close_ended(self.cluster)
         self._keep(variable, self.cluster)
         if not is_hidden:
             self._show_dashboard()  # before the start, so that it shows what the start waits for
@@ -67,7 +68,7 @@ class StartMagics(ClusterMagics):
         for variable in (options.cluster_variable, options.job_variable):
             self._check_variable(variable)
         self.cluster = self.attach(options.name)
-        self._close_dashboard()
+        close_ended(self.cluster)
         for variable, value in (
             (options.cluster_variable, self.cluster),
             (options.job_variable, self.cluster.job),

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
-from msgspec.structs import replace
 
 from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.protocol import cell_messages
@@ -53,26 +52,33 @@ async def run(
 
 
 def run_at_commit(
-    worker: WorkerId, number: int, source: str, limited: AbstractContextManager[None]
+    worker: WorkerId,
+    cell: cell_messages.CommitCell,
+    put: Callable[[int, str, str], object],
+    limited: AbstractContextManager[None],
 ) -> cell_messages.CellResult:
-    """Run the cell in the main thread, in the middle of a program. Also returns what it displays, and its last value.
+    """Run the cell in the main thread, in the middle of a program, and `put` all that it prints and displays at once.
 
     `limited` may raise while the user's code runs inside it.
     """
-    shell, displays = get_ipython(), list[str]()
-    with _collected_output() as output, _captured_displays(shell, displays.append), _forgotten_results(shell):
+    shell, show = get_ipython(), partial(put, cell.number, "display")
+    with (
+        _collected_output(partial(put, cell.number)) as output,
+        _captured_displays(shell, show),
+        _forgotten_results(shell),
+    ):
         try:
             with _collected_tracebacks(shell) as shown, limited:
-                result = shell.run_cell(source, store_history=False)
-                error, traceback = _outcome(shell, result, shown, displays.append)
+                result = shell.run_cell(cell.source, store_history=False)
+                error, traceback = _outcome(shell, result, shown, show)
             result.result = None
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
             error = traceback = _in_one_line(failed)
-    return replace(_result(worker, number, output, error, traceback), displays=tuple(displays))
+    return _result(worker, cell.number, output, error, traceback)
 
 
 @contextlib.contextmanager
-def _collected_output(put: Callable[[str, str], object] = lambda *_: None) -> Iterator[tuple[list[str], list[str]]]:
+def _collected_output(put: Callable[[str, str], object]) -> Iterator[tuple[list[str], list[str]]]:
     """Collect what is printed, and `put(stream, text)` it at once."""
     out: list[str] = []
     err: list[str] = []
@@ -140,8 +146,11 @@ def _interrupt(_: bool) -> NoReturn:
 
 
 def _outcome(shell: Any, result: Any, shown: list[str], show: Callable[[str], object]) -> tuple[str, str]:
-    """Show the cell's last value. Returns its error in one line, and the traceback; both are empty without an error."""
-    bundle = () if result.result is None else shell.display_formatter.format(result.result)
+    """Show the cell's last value, unless a `;` follows. Returns its error in one line, and the traceback; both may be empty."""
+    is_hidden = result.result is None or shell.displayhook.semicolon_at_end_of_expression(
+        shell.transform_cell(result.info.raw_cell)
+    )
+    bundle = () if is_hidden else shell.display_formatter.format(result.result)
     error, traceback = _error_of(result, shown)
     if not error and bundle and not bundle[0]:  # its __repr__ has raised
         error = traceback = _COLOURS.sub("", "\n".join(shown)).strip()

@@ -50,11 +50,11 @@ class CommitCells:
         """Run the cell, or send the state. An error of it ends nothing."""
         if cell.pull is not None:
             return state_pull.pull(self._session, cell.number, cell.pull, self._state)
-        state, begun = self._state, world_collectives()
+        state, begun, put = self._state, world_collectives(), self._session.cell_pieces.put
         exact = not cell.everywhere or state._is_quickly_hashed()
         random, mark, before = rng.get_states(), state._mark(exact=exact), state._small_values()
         with _no_commits(state), torch.enable_grad(), _names(state) as notes:
-            result = cells.run_at_commit(self._session.worker, cell.number, cell.source, self._time_limit(cell))
+            result = cells.run_at_commit(self._session.worker, cell, put, self._time_limit(cell))
         rng.set_states(random)
         has_changed, begun = state._mark(exact=exact) != mark, world_collectives() - begun
         values, error = _changed_values(state, before)
@@ -67,8 +67,10 @@ class CommitCells:
             notes.append("the cell has changed tensors of the state on some ranks only, so they are received again")
         self._unaccepted = cell.generation if cell.everywhere else 0
         changed = _hash(values, state._equal_tensors()) if has_changed or values else ""
-        stderr = "".join([result.stderr, *(f"nbelastic: {note}.\n" for note in notes)])
-        return replace(result, stderr=stderr, begun=begun, changed=changed)
+        said = "".join(f"nbelastic: {note}.\n" for note in notes)
+        if said:
+            put(cell.number, "err", said)
+        return replace(result, stderr=result.stderr + said, begun=begun, changed=changed)
 
     def accept(self) -> None:
         """All ranks go on after the last cell: what it has changed belongs to the commit."""

@@ -3,6 +3,9 @@
 This module imports no framework. It wraps their classes when their modules are imported. It compares the world size that
 an object sees with the real one: when the object is made, when a world begins, and when the program uses the object. An
 object of an earlier program that this one does not use is not checked.
+
+Outside of an elastic function there is no world, and each worker may use a framework alone, as for an inference. If it
+trains there, one line says that each worker trains alone.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import importlib.abc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -19,6 +22,10 @@ from typing import Any
 from nbelastic.errors import UsageError
 
 ALONE = "{what} sees a world of {seen}, but the world has {size} ranks: each rank would train alone. "
+OUTSIDE = (
+    "nbelastic: {what} trains outside of an elastic function, so each of the {workers} workers trains alone. {instead}"
+)
+TRAINING = ("backward", "fit")  # methods of WATCHED that train
 PLAIN = "Write the loop in plain PyTorch with DistributedDataParallel: {name} is not supported inside an elastic function yet."
 
 
@@ -59,10 +66,17 @@ class Watch(importlib.abc.MetaPathFinder):
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size
         self._made_outside: weakref.WeakSet[Any] = weakref.WeakSet()  # by this program, before it was in a world
+        self._workers = 0  # that run this program
+        self._warned = False  # of this program
 
-    def begin(self) -> None:
-        """A new program begins: objects of an earlier one count only when this one uses them."""
+    def begin(self, workers: int = 0) -> None:
+        """A new program begins on so many workers: objects of an earlier one count only when this one uses them."""
         self._made_outside.clear()
+        self._workers, self._warned = workers, False
+
+    def end(self) -> None:
+        """The program has ended. A cell may train on each worker."""
+        self._workers = 0
 
     def forget(self, made: Any) -> None:
         """An integration makes this object anew in each world."""
@@ -113,20 +127,36 @@ class Watch(importlib.abc.MetaPathFinder):
         kind.__init__ = checked
         for name in WATCHED[module.__name__][3]:
             if hasattr(kind, name):
-                setattr(kind, name, self._checked_first(getattr(kind, name)))
+                setattr(kind, name, self._checked_first(getattr(kind, name), trains=name in TRAINING))
 
-    def _checked_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked_first(self, method: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
         @functools.wraps(method)
         def checked(made: Any, *args: Any, **kwargs: Any) -> Any:
             _compare(made, self._size())
+            if trains and self._workers > 1 and not self._warned and not self._size():
+                self._warn(made)
             return method(made, *args, **kwargs)
 
         return checked
 
+    def _warn(self, made: Any) -> None:
+        for _, title, seen in _views(made):
+            if seen == 1:
+                self._warned = True
+                instead = INTEGRATIONS.get(title, PLAIN).format(name=title)
+                print(OUTSIDE.format(what=title, workers=self._workers, instead=instead), file=sys.stderr)
+
 
 def _compare(made: Any, size: int) -> None:
+    for name, title, seen in _views(made) if size > 1 else ():
+        if seen != size:
+            text = ALONE + INTEGRATIONS.get(title, PLAIN)
+            raise UsageError(text.format(what=f"{name}()", seen=seen, size=size, name=title))
+
+
+def _views(made: Any) -> Iterator[tuple[str, str, int]]:
+    """Of each watched class of this object: its name, the framework's, and the world size that it sees."""
     for base in type(made).__mro__:
         name, title, seen_by, _ = WATCHED.get(base.__module__, ("", "", len, ()))
-        if base.__name__ == name and size > 1 and seen_by(made) != size:
-            text = ALONE + INTEGRATIONS.get(title, PLAIN)
-            raise UsageError(text.format(what=f"{name}()", seen=seen_by(made), size=size, name=title))
+        if base.__name__ == name:
+            yield name, title, seen_by(made)

@@ -133,7 +133,7 @@ class Runner:
     def run_inside(self, order: worker_messages.Program) -> Any:
         """Run a new program inside the present one, and return its value. Raises what it raises."""
         call = None if order.call is None else self._fetch(order.job, order.call, order.number)
-        frameworks().begin()
+        frameworks().begin(order.workers)
         shell = get_ipython()
         with contextlib.suppress(SyntaxError):  # the program raises it
             code = compile(shell.transform_cell(order.source), "", "exec")
@@ -202,7 +202,7 @@ def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes 
     with _redirected_output(session):
         try:
             session.begin(order.job, order.number)
-            frameworks().begin()
+            frameworks().begin(order.workers)
             _prepare_checkpoints(session, order.checkpoints)
             value = _until_replaced(session, partial(_start, order, call))
         except BaseException as error:  # noqa: BLE001  (it ends the program, not the worker)
@@ -210,6 +210,7 @@ def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes 
             print(text or f"stopped: {error}", file=sys.stderr)
             return Outcome(error=summary(error), traceback=text)
         finally:
+            frameworks().end()
             if session.checkpoints is not None:
                 session.checkpoints.finish()
             session.finish()

@@ -13,8 +13,8 @@ from nbelastic.protocol.messages import Blob, Message, Pushed
 class CellResult(Message):
     """Worker → driver: what cell `number` has printed, and its error, as one line and with traceback; empty without one.
 
-    `displays`: MIME bundles as JSON: what the cell has displayed, and its last value. Of a cell at a commit also: how many
-    collectives it has `begun`, and a hash of what it has `changed` in the state (empty: nothing), equal on all ranks that agree.
+    It follows the last `CellPiece` of the cell. Of a cell at a commit also: how many collectives it has `begun`, and a hash of
+    what it has `changed` in the state (empty: nothing), equal on all ranks that agree.
     """
 
     worker: WorkerId
@@ -23,16 +23,12 @@ class CellResult(Message):
     stderr: str
     error: str
     traceback: str
-    displays: tuple[str, ...] = ()
     begun: int = 0
     changed: str = ""
 
 
 class CellPiece(Message):
-    """Worker → driver: what cell `number` has just printed to a stream ("out" or "err"), or a "display": a MIME bundle as JSON.
-
-    Only cells between programs send pieces. Their `CellResult` follows the last piece.
-    """
+    """Worker → driver: what cell `number` has just printed to a stream ("out" or "err"), or a "display": a MIME bundle as JSON."""
 
     worker: WorkerId
     number: int

@@ -165,11 +165,15 @@ class Step(ChangeRequest):
 
 
 class Piece(Struct, frozen=True):
-    """What a worker's cell has just printed to a stream ("out" or "err"), or a "display": a MIME bundle with metadata, as JSON."""
+    """What a worker's cell has just printed to a stream ("out" or "err"), or a "display": a MIME bundle with metadata, as JSON.
+
+    At a commit it has a `rank`, and a first piece without text from each rank that begins the cell.
+    """
 
     worker: str
     kind: str
     text: str
+    rank: int | None = None
 
 
 CellOutput = tuple[str, str, str, str | None]  # worker, standard output, standard error, traceback

@@ -154,7 +154,7 @@ class StackShown(Message):
 class Program(Message):
     """Driver → worker: run this as the program of `job`: a cell's `source`, or a pickled `call`.
 
-    `number`: 0, or the number of the swap that has replaced the job's program by this one.
+    `number`: 0, or the number of the swap that has replaced the job's program by this one. `workers`: how many there are now.
     """
 
     job: str
@@ -164,6 +164,7 @@ class Program(Message):
     call: Blob | None = None
     results: str = ""  # a folder for long results, on the driver's machine; empty: the driver fetches them
     number: int = 0
+    workers: int = 0
 
 
 class NewProgram(Message):

@@ -13,6 +13,9 @@ _CONTROLS = re.compile(
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-ln-~]")  # control sequences other than for colours, which end in `m`
 
 
+LINE_STEP = re.compile(r"(\n|\x1b\[\d*A)")  # to another line: down, or up, as nested progress bars do
+
+
 def drop_replaced_frames(text: str) -> str:
     """Keep only the last frame of each line: a carriage return begins a frame, which replaces the one before.
 

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from nbelastic.protocol.cell_messages import CellPiece, CellResult
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.system.terminal_text import LINE_STEP, drop_replaced_frames
 from nbelastic.worker.output_buffer import MAX_TEXT, printable
 
 
@@ -27,13 +28,17 @@ class CellPieces:
         self._waiting.append(result)
 
     def take(self) -> Iterator[CellPiece | CellResult]:
-        """Yield what was put since the last call. Text of one stream is one piece, and of a long text only its end."""
+        """Yield what was put since the last call. Text of one stream is one piece, and of a long text only its end.
+
+        Of a progress bar only the newest frame counts.
+        """
         taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
         for stream, group in groupby(taken, _stream):
             if stream is None:
                 yield from group
             else:
                 text = "".join(one.text for one in group if isinstance(one, CellPiece))
+                text = "".join(map(drop_replaced_frames, LINE_STEP.split(text)))
                 yield CellPiece(self._worker, *stream, shortened(text, MAX_TEXT))
 
 

@@ -164,7 +164,7 @@ class Session:
         self.link.wake()
 
     def cell_ended(self, result: cell_messages.CellResult) -> None:
-        """Send the result of a cell between programs, after what the cell has printed."""
+        """Send the result of a cell, after what the cell has printed."""
         self.cell_pieces.end(result)
         self.link.wake()
 
@@ -298,7 +298,7 @@ class Session:
                 raise WorldAborted
             case cell_messages.CommitCell(generation=generation) if cells and generation == self._protocol.generation:
                 cells.accept()
-                self.link.send(cells.run(news))
+                self.cell_ended(cells.run(news))
             case worker_messages.NewProgram(program=program) if cells and program.number != self._protocol.program:
                 cells.accept()
                 self.programs.ordered = news

@@ -144,6 +144,9 @@ def test_errors_without_a_cause_reject_the_new_program_and_not_the_job():
     story.quiet(2.0)
     check_training(story, 0, resets=2)
     assert "sizes differ" in story.records("swap-failed")[-1]
+    keep = story.last(cmd.KeepProgram)
+    assert (keep.program, keep.rejected) == (0, 1)
+    assert story.records("swap-failed")[-1].endswith(keep.why)
 
 
 def test_the_old_program_ends_a_job_that_is_stopped_during_a_trial():

@@ -185,6 +185,25 @@ def test_a_port_if_asked_for(endpoint):
         assert other.connect_ex(("127.0.0.2", port)) != 0
 
 
+def test_the_port_answers_only_requests_for_this_machine(endpoint):
+    """A web page whose name resolves to 127.0.0.1 must not read the figures. The socket, which no browser reaches, asks no name."""
+    (port,) = random_ports(1, 10_000)
+    _, path = endpoint(metrics_port=port)
+
+    def status_and_body(*hosts):
+        head = "".join(["GET /metrics HTTP/1.1\r\n", *(f"Host: {host}\r\n" for host in hosts), "\r\n"])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(head.encode())
+            head, _, body = client.makefile("rb").read().decode().partition("\r\n\r\n")
+        return head.split()[1], body
+
+    for host in ("localhost", "LOCALHOST:9", "127.0.0.1:9", "[::1]", "[::1]:9"):
+        assert status_and_body(host)[0] == "200", host
+    for hosts in (["attacker.example:9"], ["localhost.attacker.example"], ["attacker.example", "localhost"], []):
+        assert status_and_body(*hosts) == ("403", "the Host header must be localhost, 127.0.0.1 or [::1]\n"), hosts
+    assert ask(path, b"GET /metrics HTTP/1.1\r\nHost: attacker.example\r\n\r\n")[0].startswith("HTTP/1.1 200")
+
+
 def test_a_port_that_is_in_use(start_hostless):
     """The cluster does not start, and the error says what to change."""
     with socket.socket() as taken:

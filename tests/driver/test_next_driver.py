@@ -78,6 +78,21 @@ def test_the_next_driver_continues_the_job(start_hostless):
     assert not job._driver.finished.is_set()
 
 
+def test_files_of_pushed_values_are_removed_by_the_next_driver(start_hostless):
+    """Those that an earlier driver has kept, when they are cleared; those that it has left over, at once."""
+    cluster = start_hostless(keep=True)
+    cluster.push(data=[1], more=[2])
+    folder = cluster._link.run_folder.path / "pushed"
+    (kept,) = folder.iterdir()
+    (folder / "left-over.pushed").touch()
+    kill_and_replace_driver(cluster)
+    assert [*folder.iterdir()] == [kept]
+    cluster.push(data=[3])
+    assert kept in [*folder.iterdir()]
+    cluster.clear_setup()
+    assert [*folder.iterdir()] == []
+
+
 def test_another_cluster_of_the_same_name_is_not_taken_over(start_hostless):
     """A kernel that paused does not connect to another cluster that has taken the name meanwhile."""
     cluster = start_hostless(keep=True)
@@ -224,7 +239,7 @@ def test_a_driver_that_dies_while_its_kernel_begins_to_use_it(start_hostless, mo
     driver_thread.kill_driver(link.run_folder, 0)
     until(lambda: link.connection not in (first, *died))
     until(lambda: not first._reader.is_alive())
-    assert link.poller._driver is link.connection
+    until(lambda: link.poller._driver is link.connection, what="the poller of the newest driver")
 
 
 def test_a_stop_request_reaches_the_next_driver(start_hostless, monkeypatch):

@@ -22,8 +22,7 @@ def notebook(monkeypatch):
         shown.append(bundle["text/plain"])
         return SimpleNamespace(update=lambda bundle, **_: shown.append(bundle["text/plain"]))
 
-    monkeypatch.setattr("nbelastic.client.notebook_line.in_notebook", lambda: True)
-    monkeypatch.setattr("nbelastic.client.job.in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", display)
     return shown
 

@@ -124,11 +124,15 @@ class FakeCluster:
         self.job.options = options
         return self.job
 
-    def execute(self, source: str, *, at_commit: bool = False, **options):
+    def execute(self, source: str, *, at_commit: bool = False, on_output=None, **options):
         if not at_commit:
-            return self._execute(source, **options)
+            return self._execute(source, on_output=on_output, **options)
         check_cell(source, awaits=False)
         self.calls.append(("execute at commit", source, options))
+        on_output([Piece(row.worker, "out", "", row.rank) for row in self.outputs])
+        for row in self.outputs:
+            texts = ("out", row.stdout), ("err", row.stderr), *(("display", text) for text in row.displays)
+            on_output([Piece(row.worker, *text, row.rank) for text in texts])
         self._raise()
         return self.outputs
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from fake_cluster import FakeCluster
+
 import nbelastic as nbe
+from nbelastic.notebook import shown_dashboards
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -18,4 +21,23 @@ def test_a_cluster_is_its_dashboard_in_a_notebook_and_text_in_a_terminal(ip, mon
     first, again = (cluster._repr_mimebundle_() for _ in range(2))
     assert first[VIEW] == again[VIEW]
     assert "Elastic cluster" in first["text/html"]
-    cluster._shown.close()
+    shown_dashboards.close_ended(None)
+
+
+def test_the_dashboard_of_a_cluster_that_has_ended_is_closed_when_another_one_is_shown(ip, magics, monkeypatch):
+    """Its subscription ends, and with it its thread. Until then it shows the end. That of a cluster that runs stays."""
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=object()))
+    first, second, third = (FakeCluster(f"{host}:2").start() for host in "abc")
+    shown = [shown_dashboards.dashboard_of(cluster) for cluster in (first, second)]
+    assert shown_dashboards.dashboard_of(first) is shown[0]
+    first.stop()
+    assert len(first.subscribers) == len(second.subscribers) == 1
+    shown_dashboards.dashboard_of(third)
+    assert (first.subscribers, shown[0].comm) == ([], None)
+    assert len(second.subscribers) == len(third.subscribers) == 1
+    second.stop()
+    ip.run_line_magic("elastic_start", "--no-dashboard")
+    assert (second.subscribers, len(third.subscribers)) == ([], 1)
+    third.stop()
+    shown_dashboards.close_ended(None)
+    assert third.subscribers == []

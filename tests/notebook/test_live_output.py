@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.notebook.live_output import FOLD_TIME, LiveOutput
+from nbelastic.notebook.live_output import FOLD_TIME, LIVE_AFTER, LiveOutput
 
 
 def lines(shown):
@@ -58,3 +58,46 @@ def test_equal_text_of_different_streams_is_not_equal(output):
     output.add("a", "out", "x\n", now=1.0)
     output.add("b", "err", "x\n", now=1.0)
     assert lines(output.take_rest()) == [("a", "x"), ("b", "x")]
+
+
+def live(output, now):
+    return [("+".join(workers), text) for workers, text in output.live(now)]
+
+
+def test_a_line_without_an_end_is_live(output):
+    """It is there once it has had no end for a while. Equal ones are one; a line that has ended is shown as any other."""
+    for worker in "ab":
+        output.add(worker, "out", "loading", now=1.0)
+    assert live(output, 1.1) == []
+    assert live(output, 1.0 + LIVE_AFTER) == [("a+b", "loading")]
+    output.add("a", "out", "…", now=2.0)
+    assert live(output, 2.0) == [("a", "loading…"), ("b", "loading")]
+    output.add("a", "out", " done\n", now=2.1)
+    output.add("b", "out", " done\nnext", now=2.1)
+    assert live(output, 2.1) == []
+    assert lines(output.take(2.1 + FOLD_TIME)) == [("a", "loading… done"), ("b", "loading done")]
+    assert live(output, 2.1 + LIVE_AFTER) == [("b", "next")]
+
+
+def test_of_a_progress_bar_the_newest_frame_is_live(output):
+    """Its end is one line. One that clears itself leaves none."""
+    for frame in ("\r 0%", "\r50%", "\r99%\r100%"):
+        output.add("a", "err", frame, now=1.0)
+        output.add("b", "err", frame, now=1.0)
+    assert live(output, 2.0) == [("a+b", "100%")]
+    output.add("a", "err", "\n", now=2.0)
+    output.add("b", "err", "\r     \r", now=2.0)
+    assert live(output, 3.0) == []
+    assert [(one.workers, one.kind, one.text.strip()) for one in output.take_rest()] == [(["a"], "err", "100%")]
+
+
+def test_nested_progress_bars_are_live_below_one_another(output):
+    """`tqdm` steps down to the inner bar and up again for each frame. The lines end when the cursor has passed them."""
+    output.add("a", "err", "\router 0/2", now=1.0)
+    for frame in ("inner 1/3", "inner 2/3", "inner 3/3"):
+        output.add("a", "err", f"\n\r{frame}\x1b[A", now=1.0)
+    assert live(output, 2.0) == [("a", "outer 0/2"), ("a", "inner 3/3")]
+    output.add("a", "err", "\router 1/2\n\r         \r\x1b[A", now=2.0)
+    assert live(output, 3.0) == [("a", "outer 1/2")]
+    output.add("a", "err", "\router 2/2\n", now=3.0)
+    assert [one.text.strip() for one in output.take_rest()] == ["outer 2/2"]

@@ -14,6 +14,7 @@ from magic_output import output_of
 
 from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster import Cluster
+from nbelastic.client.notebook_line import NotebookLine
 from nbelastic.errors import JobError, UsageError
 from nbelastic.notebook import cell_output
 from nbelastic.notebook.cell_magics import INTERRUPTED
@@ -152,6 +153,43 @@ def test_output_is_shown_while_the_cell_runs(ip, magics, cluster, capsys):
     *shown, last = output_of(ip, capsys, "%%elastic_px\nx").splitlines()
     assert shown == ["[h/0#1] begun", "[h/0#1] <1>", "[h/0#1] rest"]
     assert last == f"KeyboardInterrupt: {INTERRUPTED}"
+
+
+class Changing(NotebookLine):
+    """Keeps what was shown instead of showing it."""
+
+    def __init__(self):
+        self.texts = []
+
+    def show(self, text):
+        self.texts.append(text)
+
+
+def test_lines_without_an_end_change_in_place(ip, magics, cluster, capsys, monkeypatch):
+    """They have a place of their own, which is empty at the end. A cell without such lines has no such place."""
+    place, now = Changing(), [0.0]
+    monkeypatch.setattr(cell_output, "changing_line", lambda: place)
+    display = cell_output.CellDisplay(["a", "b"], clock=lambda: now[0])
+
+    def later(*pieces, seconds=1.0):
+        now[0] += seconds
+        display.update([Piece(*piece) for piece in pieces])
+
+    later(("a", "out", "line\n"), ("b", "out", "line\n"))
+    later()
+    assert place.texts == []
+    later(("a", "out", "soon"))
+    later()
+    later(("a", "out", " ended\n"), seconds=0.1)
+    assert place.texts == ["[a] soon", ""]
+    later(("a", "err", "\r10%"), ("b", "err", "\r20%"))
+    later(*[(f"w{n}", "err", f"\r{n}") for n in range(9)])
+    assert place.texts[-1] == "[a] 10%\n[b] 20%"
+    later()
+    assert place.texts[-1].splitlines()[-2:] == ["[w5] 5", "… 3 more lines without an end …"]
+    display.end()
+    assert place.texts[-1] == ""
+    assert capsys.readouterr().err.splitlines()[:2] == ["[a] 10%", "[b] 20%"]
 
 
 def test_many_ranks_are_named_by_runs(ip, magics, cluster, capsys):

@@ -50,6 +50,42 @@ def test_a_cell_sees_the_program_between_two_steps(training):
     assert "Linear" in shown[0].displays[-1]
 
 
+def test_output_arrives_while_the_cell_runs_at_a_commit(training, tmp_path):
+    """With its rank, lines without an end too. The cell waits for a file that its own output has the client write."""
+    go, seen = tmp_path / "go", []
+
+    def on_output(pieces):
+        seen.extend(pieces)
+        texts = {rank: "".join(one.text for one in seen if one.rank == rank and one.kind == "err") for rank in (0, 2)}
+        if [*texts.values()] == ["begun, "] * 2:
+            go.touch()
+
+    wait = f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
+    source = f"import os, sys, time\nprint('begun, ', end='', file=sys.stderr)\n{wait}\nloss = 7\nloss"
+    outputs = run(training, source, ranks=[0, 2], on_output=on_output)
+    assert values(outputs) == ["7", "7"]
+    for one in outputs:
+        mine = [piece for piece in seen if piece.rank == one.rank]
+        assert {piece.worker for piece in mine} == {one.worker}
+        assert tuple(piece.text for piece in mine if piece.kind == "display") == one.displays
+        assert "".join(piece.text for piece in mine if piece.kind == "err") == one.stderr
+        assert "loss is a local variable of" in one.stderr
+
+
+def test_ctrl_c_interrupts_a_cell_at_a_commit(training):
+    """The training goes on at once. What the cell has printed before was shown."""
+    seen = []
+
+    def on_output(pieces):
+        seen.extend(piece.text for piece in pieces)
+        if seen.count("begun\n") == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(training, "import time\nprint('begun')\ntime.sleep(600)", limit=1000.0, on_output=on_output)
+    assert len(values(run(training, "state.step", timeout=10.0))) == 3
+
+
 @pytest.mark.parametrize("breaks", [1])
 def test_a_cell_that_changes_the_state_on_all_ranks_is_trained_on_with(training):
     """A later loss does not bring the old values back: they belong to the commit."""

@@ -77,6 +77,25 @@ def test_output_is_passed_on_while_the_cell_runs(run):
     assert {number for number, _, _ in pieces} == {3}
 
 
+PICTURE = """class Figure:
+    def _repr_png_(self): return b"png"
+    def __repr__(self): return "<Figure>"
+shell = get_ipython()
+def display(value): shell.display_pub.publish(*shell.display_formatter.format(value))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "count"), [("Figure()", 1), ("Figure()  # shown", 1), ("Figure();", 0), ("display(Figure());", 1)]
+)
+def test_a_picture_is_shown_as_in_a_notebook(run, end, count):
+    """As the last value, or if it is displayed. A semicolon hides the value, as people write it after `plt.plot(…)`."""
+    pieces = []
+    assert run(f"{PICTURE}{end}", lambda *piece: pieces.append(piece)).error == ""
+    shown = [json.loads(text) for _, kind, text in pieces if kind == "display"]
+    assert shown == [[{"image/png": "cG5n", "text/plain": "<Figure>"}, {}]] * count
+
+
 @pytest.mark.parametrize(
     "wait",
     [

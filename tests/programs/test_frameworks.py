@@ -22,7 +22,13 @@ class Trainer:
     def fit(self, what):
         return what
 '''
-FABRIC = TRAINER.replace("Trainer", "Fabric").replace("fit", "setup")
+FABRIC = (
+    TRAINER.replace("Trainer", "Fabric").replace("fit", "setup")
+    + """
+    def backward(self, loss):
+        return loss
+"""
+)
 STAND_INS = {  # with the shape of the real ones
     "accelerate.accelerator": FABRIC.replace("Fabric", "Accelerator")
     .replace("world_size", "num_processes")
@@ -131,6 +137,38 @@ def test_what_an_earlier_program_made_is_refused_only_where_this_one_uses_it(ins
         use("model")
     size[0] = 0
     assert use("model") == "model"
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_trains_alone_outside_of_a_world_is_named_once(installed, name, capsys):
+    """One line for each program that does it on several workers, with an alternative. It goes on, as it may be meant."""
+    size = [0]
+    watch = Watch(lambda: size[0])
+    watch.start()
+    made = getattr(importlib.import_module(name), WATCHED[name][0])()
+    *use, train = (getattr(made, method) for method in WATCHED[name][3])
+    watch.begin(workers=3)
+    assert [method("model") for method in use] == ["model"] * len(use)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        assert train("loss") == "loss"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "trains outside of an elastic function, so each of the 3 workers trains alone. Write " in line
+    assert INSTEAD[name] in line
+
+
+@pytest.mark.parametrize("case", ["one worker", "a cell", "in the world", "set up by hand"])
+def test_what_may_train_outside_of_a_world_is_not_named(installed, case, capsys):
+    """Where a worker is alone anyway, between two programs, in an elastic function, and with ranks that the user has set up."""
+    watch = Watch(lambda: 1 if case == "in the world" else 0)
+    watch.start()
+    watch.begin(workers=1 if case == "one worker" else 3)
+    if case == "a cell":
+        watch.end()
+    for name in STAND_INS:
+        made = getattr(importlib.import_module(name), WATCHED[name][0])(3 if case == "set up by hand" else 1)
+        getattr(made, WATCHED[name][3][-1])("model")
+    assert capsys.readouterr().err == ""
 
 
 def test_other_imports_are_left_alone(installed):

@@ -76,7 +76,7 @@ def session(monkeypatch):
     """Redirection of this process's standard streams is switched off."""
     RAN.clear()
     monkeypatch.setattr(program, "log_to", lambda *_: None)
-    monkeypatch.setattr(program, "frameworks", lambda: SimpleNamespace(begin=lambda: None))
+    monkeypatch.setattr(program, "frameworks", lambda: SimpleNamespace(begin=lambda _: None, end=lambda: None))
     monkeypatch.setattr(program, "get_ipython", lambda: SimpleNamespace(user_ns={"there": 5}))
     return FakeSession()
 

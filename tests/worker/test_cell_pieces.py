@@ -22,6 +22,18 @@ def test_a_result_follows_all_that_its_cell_has_printed():
     assert list(pieces.take()) == []
 
 
+def test_of_a_progress_bar_only_the_newest_frame_is_sent():
+    """It replaces what was sent before."""
+    pieces = CellPieces(W)
+    for frame in ("\r 1%", "\r 2%", "\r 3%"):
+        pieces.put(3, "err", frame)
+    assert list(pieces.take()) == [CellPiece(W, 3, "err", "\r 3%")]
+    nested = "\rinner\x1b[A", "\n\r     \r\x1b[A", "\router 1/2"
+    for frame in nested:
+        pieces.put(3, "err", frame)
+    assert list(pieces.take()) == [CellPiece(W, 3, "err", "".join(nested))]  # no step to another line is lost
+
+
 def test_of_a_long_text_only_the_end_is_sent():
     """A message has a limit. The first line says how much is only in the log file."""
     pieces = CellPieces(W)
