@@ -84,7 +84,8 @@ def test_what_cannot_be_elastic_is_refused_in_words(run):
             'use "random" or "sequential"',
             "set per_device_train_batch_size",
             "from nbelastic.integrations.accelerate import Accelerator",
-            "nbe.ShardedState and PyTorch's fully_shard",
+            "write FullyShardedDataParallelPlugin(fsdp_version=2, …)",
+            "give nbe.ShardedState(…) samplers and counters",
             "make DataLoader(data, …, sampler=state.sampler)",
         )
         assert len(errors) == len(expected), errors

@@ -1,0 +1,58 @@
+"""Models that Accelerate, Lightning and Hugging Face's Trainer shard with FSDP2 lose ranks and train on."""
+
+import pytest
+
+from tests.process import sharded_framework_programs as programs
+from tests.process.training import lines_in
+
+CLOSE = {"rel": 1e-9, "abs": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A cluster whose workers have imported the frameworks already."""
+    import nbelastic as nbe
+
+    options = {"preload": ["nbelastic.integrations.accelerate"], "log_dir": tmp_path_factory.mktemp("logs")}
+    with nbe.Cluster("localhost:3", min=1, cooldown=(0, 0), **options) as one:
+        yield one
+
+
+@pytest.fixture
+def run(cluster, tmp_path):
+    """Run a program on three workers, of which one is killed in each place; returns one result per rank of the last world."""
+
+    def start(program, places):
+        cluster.wait(3, timeout=60)
+        found = cluster.run(program, str(tmp_path), places).result(timeout=60)
+        assert places.keys() <= {path.name for path in tmp_path.iterdir()}
+        return found
+
+    return start
+
+
+def lost_steps(folder):
+    """For each world after the first, how many steps that a rank had made were made again."""
+    begins = {line["generation"]: line["begin"] for line in lines_in(folder) if "begin" in line}
+    found = []
+    for generation, begin in begins.items():
+        before = [line["step"] for line in lines_in(folder) if "step" in line and line["generation"] < generation]
+        if before:
+            found.append(max(before) - begin)
+    return found
+
+
+def check(found, expected, folder):
+    """All ranks end with the weights and the learning rate of one process, and no loss cost more than one step."""
+    for one in found:
+        assert (one["steps"], one["lr"]) == (expected["steps"], pytest.approx(expected["lr"]))
+        assert one["weights"] == pytest.approx(expected["weights"], **CLOSE)
+    lost = lost_steps(folder)
+    assert len(lost) >= 2
+    assert max(lost) <= 1
+
+
+def test_accelerate_loses_two_of_three_ranks(run, tmp_path):
+    """One while it accumulates gradients, one in a step: `prepare` shards the model anew in each world."""
+    found = run(programs.train_with_accelerate, {"in an accumulation": 6, "before a step": 9})
+    check(found, programs.train_in_one_process(), tmp_path)
