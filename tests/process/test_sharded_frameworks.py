@@ -3,6 +3,7 @@
 import pytest
 
 from tests.process import sharded_framework_programs as programs
+from tests.process import sharded_lightning_programs
 from tests.process.training import lines_in
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
@@ -13,7 +14,10 @@ def cluster(tmp_path_factory):
     """A cluster whose workers have imported the frameworks already."""
     import nbelastic as nbe
 
-    options = {"preload": ["nbelastic.integrations.accelerate"], "log_dir": tmp_path_factory.mktemp("logs")}
+    options = {
+        "preload": ["nbelastic.integrations.accelerate", "lightning"],
+        "log_dir": tmp_path_factory.mktemp("logs"),
+    }
     with nbe.Cluster("localhost:3", min=1, cooldown=(0, 0), **options) as one:
         yield one
 
@@ -55,4 +59,19 @@ def check(found, expected, folder):
 def test_accelerate_loses_two_of_three_ranks(run, tmp_path):
     """One while it accumulates gradients, one in a step: `prepare` shards the model anew in each world."""
     found = run(programs.train_with_accelerate, {"in an accumulation": 6, "before a step": 9})
+    check(found, programs.train_in_one_process(), tmp_path)
+
+
+def test_lightnings_trainer_loses_two_of_three_ranks(run, tmp_path):
+    """One in a backward pass, one in a validation: the module is whole again before each world, and sharded anew."""
+    places = {"before a backward pass": 4, "in a validation": 10}
+    found = run(sharded_lightning_programs.train_with_trainer, places)
+    check(found, programs.train_in_one_process(), tmp_path)
+    assert {one["validations"] for one in found} == {programs.EPOCHS}
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+def test_fabric_loses_two_of_three_ranks(run, tmp_path):
+    """In a loop that accumulates gradients without communication."""
+    found = run(sharded_lightning_programs.train_with_fabric, {"before a backward pass": 4, "before a step": 9})
     check(found, programs.train_in_one_process(), tmp_path)
