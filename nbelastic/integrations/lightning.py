@@ -125,7 +125,7 @@ class _ElasticFit:
         self._drop_data()  # Lightning may have asked for it before there was a world
         try:
             trainer.strategy.enter(state)
-            self._sums.restore()
+            self._sums.restore(state.commits)
             trainer.training = True
             if trainer.is_global_zero:
                 self._position.continue_files()
@@ -197,7 +197,7 @@ class _ElasticFit:
         if self._epoch_loop._should_accumulate():
             return
         trainer = self._trainer
-        self._sums.keep()
+        self._sums.keep(self._state.commits + 1)
         position = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         metrics = trainer._logger_connector._progress_bar_metrics
         self._state.report(**{**metrics, **position})  # the first values have curves

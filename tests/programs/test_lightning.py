@@ -2,6 +2,7 @@
 
 import warnings
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,22 @@ def test_a_module_that_does_not_shard_itself_is_refused(integration):
     strategy.connect(integration.L.LightningModule())
     with pytest.raises(UsageError, match=r"shards itself in configure_model\(\), with fully_shard"):
         strategy.check_module()
+
+
+@pytest.mark.parametrize(("commit", "expected"), [(3, 6.0), (2, 3.0), (5, 6.0), (1, 0.0)])
+def test_metrics_return_to_the_commit_that_the_world_returns_to(integration, commit, expected):
+    """A step that is made again counts once. The last commit may be that of another rank."""
+    module = torch.nn.Module()
+    module.sum = import_module("torchmetrics").SumMetric()
+    loops = SimpleNamespace(epoch_loop=SimpleNamespace(_results={}))
+    connector = SimpleNamespace(_first_loop_iter=None, _current_fx=None)
+    sums = integration.Sums(SimpleNamespace(fit_loop=loops, lightning_module=module, _logger_connector=connector))
+    for number in (1.0, 2.0, 3.0):
+        module.sum.update(number)
+        sums.keep(int(number))
+    module.sum.update(100.0)
+    sums.restore(commit)
+    assert module.sum.sum_value == expected
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
