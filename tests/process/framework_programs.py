@@ -145,6 +145,7 @@ def train_elastic(folder: str, kind: str, places: dict[str, int], **sharding: An
             self.seen += 1
             assert self.seen == state.global_step
             log(step=state.global_step, generation=generation(), world=nbe.size())
+            self.die(state, "before a commit")
 
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     trainer = _make_trainer(folder, kind, Disturbance(), **options, **sharding)
