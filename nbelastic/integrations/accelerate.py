@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from nbelastic.errors import UsageError
 from nbelastic.integrations.accelerate_sharding import (
+    First,
     Sharding,
     prepare_and_bind,
     sharding_plugin,
@@ -35,10 +36,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     used yet, and records them. Each pass over it is the rest of an epoch. With the sampler's `global_batch`,
     the loader's own batch size does not matter, `backward` weighs the loss, and a scheduler steps once per step.
 
-    With `fsdp_plugin`, the elastic function has a `ShardedState`, makes model, optimizer and scheduler, and prepares them
-    in one call, which binds them to the state.
+    With `fsdp_plugin`, the state of the elastic function is a `ShardedState`. One call of `prepare` gets model, optimizer and
+    scheduler, and binds them to the state. Make them in the function or once before it.
     """
 
+    first: First | None = None  # with FSDP2, when a model is prepared
     _mesh: Any = None  # while a model is sharded
 
     def __init__(self, **options: Any) -> None:
@@ -105,6 +107,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Accelerate's own, with the weight of this rank's share of the global batch."""
+        if self.first is not None:
+            self.first.committed()
         super().backward(loss * getattr(self.gradient_state.active_dataloader, "weight", 1.0), **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,13 +12,17 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.optim.lr_scheduler import LRScheduler
 
 from nbelastic.errors import UsageError
+from nbelastic.integrations.unsharded import Unsharded
 from nbelastic.sharded.parameters import plain_name
 from nbelastic.sharded.state import ShardedState
+from nbelastic.state.optimizers import set_settings, settings
 from nbelastic.worker import session
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
+FIRST = "_nbelastic_first"  # a model's attribute, so that it ends with the model
 
 
 class Sharding:
@@ -68,29 +73,68 @@ def prepare_and_bind(
             )
         return prepared
     state = _present_state()
-    if isinstance(getattr(model, "_orig_mod", model), FSDPModule):
-        raise UsageError(
-            "this model is sharded already: make the model, its optimizer and its scheduler in the elastic function, which is "
-            "called once in each world, and let prepare() shard it."
-        )
     given = [one for one in values if isinstance(one, torch.optim.Optimizer)]
-    names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-    groups = [[[names.get(one) for one in group["params"]] for group in one.param_groups] for one in given]
-    with _values_of_commit(accelerator.state.fsdp_plugin, model):
+    groups = [_names_in_groups(model, one) for one in given]
+    first = vars(model).pop(FIRST, None)
+    if first is not None:
+        groups = [first.groups.get(one, names) for one, names in zip(given, groups, strict=True)]
+        first.restore(empty=state._choice is not None)
+        _set_parameters(model, given, groups)
+    elif isinstance(getattr(model, "_orig_mod", model), FSDPModule):
+        raise UsageError(
+            "this model is sharded already: give prepare() the whole model, which it shards in each world."
+        )
+    else:
+        first = First(model, given, [one for one in values if isinstance(one, LRScheduler)])
+    vars(model)[FIRST] = accelerator.first = first
+    with _sends_first_values(accelerator.state.fsdp_plugin, model, state):
         prepared = prepare(*values, **options)
     found = _as_tuple(prepared)
     (model,) = (one for one in found if isinstance(one, torch.nn.Module))
+    first.unsharded.sharded()
     _set_parameters(model, given, groups)
     schedulers = [one.scheduler for one in found if isinstance(one, AcceleratedScheduler)]
     state.bind(model=model, **_numbered("optimizer", given), **_numbered("scheduler", schedulers))
     return prepared
 
 
+class First:
+    """What `prepare` was given at first, as it was then. The program may make it once and give it again in each world."""
+
+    def __init__(self, model: torch.nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+        self.unsharded = Unsharded(model)
+        self.groups = {one: _names_in_groups(model, one) for one in optimizers}
+        self._settings = {one: copy.deepcopy(settings(one)) for one in optimizers}
+        self._schedules = {one: copy.deepcopy(one.state_dict()) for one in schedulers}
+
+    def committed(self) -> None:
+        """After the first whole commit no rank needs the values of the whole model any more."""
+        if _present_state()._holdings.recoverable:
+            self.unsharded.forget_values()
+
+    def restore(self, *, empty: bool) -> None:
+        self.unsharded.restore(empty=empty)
+        for optimizer, values in self._settings.items():
+            optimizer.state.clear()
+            set_settings(optimizer, copy.deepcopy(values))
+        for schedule, state in self._schedules.items():
+            schedule.load_state_dict(copy.deepcopy(state))
+
+
+def _names_in_groups(model: torch.nn.Module, optimizer: Any) -> list[list[str | None]]:
+    names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    return [[names.get(one) for one in group["params"]] for group in optimizer.param_groups]
+
+
 @contextmanager
-def _values_of_commit(plugin: Any, model: torch.nn.Module) -> Iterator[None]:
-    """Accelerate can send rank 0's values to the others. On the meta device there are none: `bind` sets them."""
+def _sends_first_values(plugin: Any, model: torch.nn.Module, state: ShardedState) -> Iterator[None]:
+    """Accelerate can send rank 0's values to the others, which is collective. Not if a commit or a checkpoint has them.
+
+    A model on the meta device has no values. Only some ranks have such a model in a later world: newcomers have a whole one.
+    """
     sends = plugin.cpu_ram_efficient_loading
-    plugin.cpu_ram_efficient_loading = sends and not any(one.is_meta for one in model.parameters())
+    is_filled = state._choice is not None or state._start.path is not None
+    plugin.cpu_ram_efficient_loading = sends and not is_filled and not any(one.is_meta for one in model.parameters())
     try:
         yield
     finally:
@@ -114,7 +158,7 @@ def _present_state() -> ShardedState:
     if not isinstance(state, ShardedState):
         raise UsageError(
             f"FSDP2 needs an nbe.ShardedState, and the state of this elastic function is {type(state).__name__}: give "
-            "nbe.ShardedState(…) samplers and counters, and make the model and its optimizer in the elastic function."
+            "nbe.ShardedState(…) samplers and counters. prepare() gives it the model, the optimizer and the scheduler."
         )
     return state
 

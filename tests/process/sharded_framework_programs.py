@@ -5,6 +5,7 @@ All are in double precision, so that the results of worlds of different sizes ar
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import nbelastic as nbe
@@ -72,10 +73,11 @@ def train_in_one_process() -> dict[str, Any]:
     return {"weights": weights(layers), "lr": schedule.get_last_lr(), "steps": steps}
 
 
-def train_with_accelerate(folder: str, places: Places) -> dict[str, Any]:
+def train_with_accelerate(folder: str, places: Places, *, made_once: bool = False) -> dict[str, Any]:
     """An ordinary loop, which accumulates gradients over two batches, and commits after each of them.
 
-    In later worlds the model is made on the meta device. In the first one it has the values of rank 0.
+    `made_once`: outside of the elastic function. Otherwise the model has the values of rank 0 in the first world, and is made
+    on the meta device in later ones.
     """
     import torch
     from accelerate import FullyShardedDataParallelPlugin
@@ -85,18 +87,15 @@ def train_with_accelerate(folder: str, places: Places) -> dict[str, Any]:
     log, samples = Log(folder), data()
     state = nbe.ShardedState(sampler=nbe.ElasticSampler(samples, global_batch=BATCH), epoch=0, step=0)
 
+    once = make(0, 0)
+
     @nbe.elastic
     def loop(state: Any) -> dict[str, Any]:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10, cpu_ram_efficient_loading=True
         )
         accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATED, fsdp_plugin=plugin)
-        model = network()
-        if state.step:
-            model.to("meta")
-        elif nbe.rank():
-            torch.nn.init.zeros_(model[0].weight)
-        optimizer, schedule = optimizer_and_schedule(model.parameters())
+        model, optimizer, schedule = once if made_once else make(state.step, nbe.rank())
         loader = torch.utils.data.DataLoader(samples, batch_size=BATCH, sampler=state.sampler)
         model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader, schedule)
         log(begin=state.step, generation=generation(), world=nbe.size())
@@ -114,12 +113,25 @@ def train_with_accelerate(folder: str, places: Places) -> dict[str, Any]:
                     state.step += 1
                     log(step=state.step, generation=generation(), world=nbe.size())
                 state.commit()
-                die(
-                    folder, places, "after a commit" if accelerator.sync_gradients else "in an accumulation", state.step
-                )
+                where = "after a commit" if accelerator.sync_gradients else "in an accumulation"
+                die(folder, places, where, state.step)
+                while made_once and state.step == 8 and accelerator.sync_gradients and nbe.size() < 3:
+                    time.sleep(0.05)  # until there is a newcomer, whose model has values
+                    state.commit()
         return {"weights": weights(model), "lr": schedule.get_last_lr(), "steps": state.step}
 
     return dict(loop(state))
+
+
+def make(step: int, rank: int) -> tuple[Any, Any, Any]:
+    import torch
+
+    model = network()
+    if step:
+        model.to("meta")
+    elif rank:
+        torch.nn.init.zeros_(model[0].weight)
+    return model, *optimizer_and_schedule(model.parameters())
 
 
 def die(folder: str, places: Places, where: str, step: int) -> None:

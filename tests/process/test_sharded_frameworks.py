@@ -1,5 +1,7 @@
 """Models that Accelerate, Lightning and Hugging Face's Trainer shard with FSDP2 lose ranks and train on."""
 
+import functools
+
 import pytest
 
 from tests.process import sharded_framework_programs as programs
@@ -38,12 +40,11 @@ def run(cluster, tmp_path):
 def lost_steps(folder):
     """For each world after the first, how many steps that a rank had made were made again."""
     begins = {line["generation"]: line["begin"] for line in lines_in(folder) if "begin" in line}
-    found = []
-    for generation, begin in begins.items():
-        before = [line["step"] for line in lines_in(folder) if "step" in line and line["generation"] < generation]
-        if before:
-            found.append(max(before) - begin)
-    return found
+    steps = [(line["generation"], line["step"]) for line in lines_in(folder) if "step" in line]
+    return [
+        max((step for made_in, step in steps if made_in < generation), default=0) - begins[generation]
+        for generation in sorted(begins)[1:]
+    ]
 
 
 def check(found, expected, folder):
@@ -57,8 +58,15 @@ def check(found, expected, folder):
 
 
 def test_accelerate_loses_two_of_three_ranks(run, tmp_path):
-    """One while it accumulates gradients, one in a step: `prepare` shards the model anew in each world."""
+    """One while it accumulates gradients, one in a step: `prepare` shards a new model in each world."""
     found = run(programs.train_with_accelerate, {"in an accumulation": 6, "before a step": 9})
+    check(found, programs.train_in_one_process(), tmp_path)
+
+
+def test_accelerate_shards_a_model_that_is_made_once(run, tmp_path):
+    """The first rank is lost before the first step: model, optimizer and scheduler are again what they were."""
+    program = functools.partial(programs.train_with_accelerate, made_once=True)
+    found = run(program, {"before a step": 0, "in an accumulation": 6})
     check(found, programs.train_in_one_process(), tmp_path)
 
 
