@@ -13,11 +13,19 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 from torch.utils.data import DataLoader, RandomSampler
 
 from nbelastic.errors import UsageError
+from nbelastic.integrations.accelerate_sharding import (
+    First,
+    Sharding,
+    prepare_and_bind,
+    sharding_plugin,
+    unchanged_environment,
+)
 from nbelastic.integrations.loader_options import options_of, seed_of
+from nbelastic.sharded.mesh import device_mesh
 from nbelastic.state.sampler import ElasticSampler, local_batch_size
 from nbelastic.worker import ranks
 
-SHARDING = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
+OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
@@ -27,17 +35,48 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     sampler is an `ElasticSampler`. The prepared loader gives each rank its share of the samples that the epoch has not
     used yet, and records them. Each pass over it is the rest of an epoch. With the sampler's `global_batch`,
     the loader's own batch size does not matter, `backward` weighs the loss, and a scheduler steps once per step.
+
+    With `fsdp_plugin`, the state of the elastic function is a `ShardedState`. One call of `prepare` gets model, optimizer and
+    scheduler, and binds them to the state. Make them in the function or once before it.
     """
 
+    first: First | None = None  # with FSDP2, when a model is prepared
+    _mesh: Any = None  # while a model is sharded
+
     def __init__(self, **options: Any) -> None:
-        sharding = [name for name in SHARDING if options.get(name) is not None]
-        if sharding:
+        others = [name for name in OTHERS if options.get(name) is not None]
+        if others:
             raise UsageError(
-                f"{sharding[0]} shards the model, and only whole models are elastic in Accelerate: "
-                "write the loop with nbe.ShardedState and PyTorch's fully_shard."
+                f"{others[0]} shards the model, and only FSDP2 is elastic in Accelerate: use fsdp_plugin, or write the loop "
+                "with nbe.ShardedState and PyTorch's fully_shard."
             )
-        renew_states()
-        super().__init__(**{"cpu": ranks.device().type == "cpu"} | options)
+        plugin = sharding_plugin(options.get("fsdp_plugin"))
+        renew_states(is_sharded=plugin is not None)
+        with unchanged_environment():
+            super().__init__(**{"cpu": ranks.device().type == "cpu"} | options | {"fsdp_plugin": plugin})
+
+    def prepare(self, *values: Any, **options: Any) -> Any:
+        """Accelerate's own. With FSDP2, it is collective if a model is among the values, and binds them to the state."""
+        if not self.is_fsdp2:
+            return super().prepare(*values, **options)
+        self._mesh = device_mesh() if any(isinstance(one, torch.nn.Module) for one in values) else None
+        try:
+            return prepare_and_bind(self, super().prepare, values, options)
+        finally:
+            self._mesh = None
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """Accelerate's own, but for `fully_shard`: its default is a mesh of GPUs if torch is built for them."""
+        return self._mesh or super().torch_device_mesh
+
+    @property
+    def parallelism_config(self) -> Any:
+        """Accelerate's own, but for `fully_shard`."""
+        return Sharding() if self._mesh is not None else super().parallelism_config
+
+    def _prepare_device_mesh(self) -> None:
+        """Loaders share their samples among all ranks."""
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Wrap the bare model, as it was before an earlier world's Accelerator."""
@@ -68,6 +107,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Accelerate's own, with the weight of this rank's share of the global batch."""
+        if self.first is not None:
+            self.first.committed()
         super().backward(loss * getattr(self.gradient_state.active_dataloader, "weight", 1.0), **kwargs)
 
 
@@ -98,10 +139,11 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
         self._ended_epoch = sampler.epoch
 
 
-def renew_states() -> None:
+def renew_states(*, is_sharded: bool = False) -> None:
     """Let Accelerate see the present world: its states are singletons, and keep the world that they were made in.
 
     Accelerate reads the world from torchrun's variables. They are not set: a later program would see an old world in them.
+    Accelerate shards on GPUs only. With `is_sharded` it takes a CPU for a GPU until it has read its plugin.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -111,7 +153,7 @@ def renew_states() -> None:
         backend=dist.get_backend(),
         debug=False,
         device=ranks.device(),
-        distributed_type=DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU,
+        distributed_type=DistributedType.MULTI_CPU if on_cpu and not is_sharded else DistributedType.MULTI_GPU,
         num_processes=ranks.size(),
         process_index=ranks.rank(),
         local_process_index=ranks.local_rank(),

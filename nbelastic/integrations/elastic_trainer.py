@@ -16,6 +16,8 @@ from transformers import TrainerCallback
 from nbelastic.integrations.global_batches import GlobalBatches
 from nbelastic.integrations.loader_options import seed_of
 from nbelastic.integrations.trainer_progress import TrainerProgress
+from nbelastic.integrations.trainer_sharding import Sharding
+from nbelastic.sharded.state import ShardedState
 from nbelastic.state.state import TorchState
 
 RESUMED = "the last commit"  # the Trainer takes any text for the checkpoint that it resumes from
@@ -32,9 +34,12 @@ def data_of(trainer: Any) -> tuple[Any, Any]:
 class Run:
     """What an elastic Trainer knows beside its own attributes."""
 
-    def __init__(self, state: TorchState, progress: TrainerProgress) -> None:
+    def __init__(
+        self, state: TorchState | ShardedState, progress: TrainerProgress, sharding: Sharding | None = None
+    ) -> None:
         self.state = state
         self.progress = progress
+        self.sharding = sharding
         self.batches: GlobalBatches  # of this generation
         self.first_epoch = -1  # of this generation
         self.epoch = self.epoch_start = 0
@@ -42,6 +47,11 @@ class Run:
         self.sizes: list[int] = []  # of this rank's parts in the present step that are not used yet
         self.weight: float | None = None  # of the present part; None outside a training step
         self.loss_before = torch.zeros(())  # the sum of losses before the present step
+
+    def commit(self) -> None:
+        self.state.commit()
+        if self.sharding is not None:
+            self.sharding.committed()
 
     def begin_step(self, trainer: Any) -> None:
         """The Trainer is about to fetch the parts of its next step."""
@@ -106,15 +116,21 @@ class ElasticTrainer:
         return self._elastic.first_epoch, 0
 
     def _prepare_for_training(self: Any, *args: Any) -> tuple[Any, Any]:
-        """A new scheduler sets the optimizer's options to those of its first step."""
-        raw = self.optimizer
-        options = [{name: value for name, value in group.items() if name != "params"} for group in raw.param_groups]
         prepared = super()._prepare_for_training(*args)  # type: ignore[misc]
-        if self._elastic.progress.values:
-            for group, values in zip(raw.param_groups, options, strict=True):
-                group.update(values)
-            self._elastic.progress.restore_scheduler(self.lr_scheduler, raw.param_groups)
+        if self._elastic.sharding is not None:
+            self._elastic.sharding.prepared()
         return prepared  # type: ignore[no-any-return]
+
+    def create_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A new scheduler sets the optimizer's options to those of its first step."""
+        groups = self.optimizer.param_groups
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        if self._elastic.progress.values:
+            for group, values in zip(groups, options, strict=True):
+                group.update(values)
+            self._elastic.progress.restore_scheduler(self.lr_scheduler, groups)
+        return scheduler
 
     def _run_epoch(self: Any, **about: Any) -> None:
         """Run this epoch, the first one of a generation from where it was left."""
@@ -185,7 +201,7 @@ class ElasticTrainer:
             self._log_losses(tr_loss, grad_norm, about[-1], learning_rate)
         if self.state.global_step > run.progress.step:
             run.progress.capture(self, run.epoch, run.epoch_start)
-            run.state.commit()
+            run.commit()
         self._evaluate_and_save(grad_norm, *about)
 
     def _log_losses(self: Any, tr_loss: Any, grad_norm: Any, start_time: float, learning_rate: float | None) -> None:

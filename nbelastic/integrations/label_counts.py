@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from nbelastic.state import rng
 
@@ -39,11 +40,12 @@ def ignores_label_count(trainer: Any, dataset: Any, collate: Any) -> bool:
     was_training = model.training
     model.eval()
     try:
-        inputs = trainer._prepare_inputs(collate([dataset[0]]))
+        device = next(model.parameters()).device  # the CPU, if the model is to be sharded
+        inputs = send_to_device(trainer._prepare_inputs(collate([dataset[0]])), device)
         if "labels" not in inputs:
             return False
         with torch.no_grad():
-            number = torch.ones((), device=trainer.args.device).as_subclass(Count)
+            number = torch.ones((), device=device).as_subclass(Count)
             trainer.compute_loss(model, inputs, num_items_in_batch=number)
     except Exception:  # noqa: BLE001  (the training itself will say what is wrong)
         return False

@@ -9,7 +9,6 @@ in each world, from the newest commit. The trainer is the user's own, so its cou
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,13 @@ import lightning as L  # noqa: N812  (its usual name)
 import torch
 from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch.loggers.utilities import _log_hyperparams
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from nbelastic.errors import UsageError
 from nbelastic.integrations.lightning_data import SharedSource
 from nbelastic.integrations.lightning_position import Position, Sums
+from nbelastic.integrations.lightning_sharded import ElasticShardedFabricStrategy, ElasticShardedStrategy
 from nbelastic.integrations.lightning_strategy import (
     ElasticEnvironment,
     ElasticFabricStrategy,
@@ -31,6 +31,7 @@ from nbelastic.integrations.lightning_strategy import (
     not_interactive,
 )
 from nbelastic.programs.elastic import elastic
+from nbelastic.sharded.state import ShardedState
 from nbelastic.state.sampler import ElasticSampler
 from nbelastic.state.state import TorchState
 
@@ -57,12 +58,16 @@ def fit(trainer: Any, *args: Any, **kwargs: Any) -> None:
 def _use_world(trainer: Any) -> None:
     """Replace the trainer's strategy by one that sees the worlds of the job."""
     connector = trainer._accelerator_connector
-    old, new = connector.strategy, ElasticStrategy()
+    old = connector.strategy
     check_strategy(old)
-    if isinstance(old, DDPStrategy):
-        for name in ("_ddp_kwargs", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"):
-            setattr(new, name, getattr(old, name))
-    new._ddp_kwargs = {"init_sync": False, **new._ddp_kwargs}  # the state is the same on all ranks
+    if isinstance(old, ModelParallelStrategy):
+        new = ElasticShardedStrategy(save_distributed_checkpoint=old._save_distributed_checkpoint)
+    else:
+        new = ElasticStrategy()
+        if isinstance(old, DDPStrategy):
+            for name in ("_ddp_kwargs", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper"):
+                setattr(new, name, getattr(old, name))
+        new._ddp_kwargs = {"init_sync": False, **new._ddp_kwargs}  # the state is the same on all ranks
     new.accelerator, new.precision_plugin = connector.accelerator, connector.precision_plugin
     new._checkpoint_io, new._layer_sync = old._checkpoint_io, connector._layer_sync
     new.cluster_environment = connector.cluster_environment = ElasticEnvironment()
@@ -108,28 +113,19 @@ class _ElasticFit:
 
     def _run_stage(self) -> None:
         """Lightning has set all up: make the state, and train in each world."""
-        trainer, strategy = self._trainer, self._trainer.strategy
+        trainer = self._trainer
         self._source.dataloader()  # makes the sampler
-        for optimizer in strategy.optimizers:
-            _run_closure_first(optimizer)
         self._from_checkpoint = self._fit_loop._loaded_from_state_dict
-        self._state = TorchState(
-            module=trainer.lightning_module,
-            sampler=self._source.sampler,
-            position=self._position,
-            **{f"optimizer_{i}": one for i, one in enumerate(strategy.optimizers)},
-            **{f"scheduler_{i}": one.scheduler for i, one in enumerate(strategy.lr_scheduler_configs)},
-            **({"precision": trainer.precision_plugin} if trainer.precision_plugin.state_dict() else {}),
-        )
+        self._state = trainer.strategy.make_state(sampler=self._source.sampler, position=self._position)
         elastic(self._train)(self._state)
 
-    def _train(self, state: TorchState) -> None:
+    def _train(self, state: TorchState | ShardedState) -> None:
         """The elastic function: run Lightning's loops in this world."""
-        trainer = self._trainer
+        trainer, is_over = self._trainer, False
         self._drop_data()  # Lightning may have asked for it before there was a world
-        trainer.strategy.enter()
         try:
-            self._sums.restore()
+            trainer.strategy.enter(state)
+            self._sums.restore(state.commits)
             trainer.training = True
             if trainer.is_global_zero:
                 self._position.continue_files()
@@ -141,10 +137,11 @@ class _ElasticFit:
             trainer.lightning_module.zero_grad()
             with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
                 self._run_loops()
+            is_over = True
         finally:
             if trainer.validating or trainer.sanity_checking:
                 self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
-            trainer.strategy.leave()
+            trainer.strategy.leave(is_over=is_over)
             self._drop_data()
 
     def _drop_data(self) -> None:
@@ -200,36 +197,16 @@ class _ElasticFit:
         if self._epoch_loop._should_accumulate():
             return
         trainer = self._trainer
-        self._sums.keep()
+        self._sums.keep(self._state.commits + 1)
         position = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         metrics = trainer._logger_connector._progress_bar_metrics
         self._state.report(**{**metrics, **position})  # the first values have curves
-        self._state.commit()
+        trainer.strategy.commit(self._state)
 
     def _weigh(self) -> float:
         sampler = self._source.sampler
         weight: float = sampler.weight(sampler.next_share())
         return weight
-
-
-def _run_closure_first(optimizer: Any) -> None:
-    """Lightning's closures run the backward pass inside `optimizer.step`. Run them before it, so that a step is short.
-
-    Then no collective comes between the beginning of a step and its commit, and commits copy nothing. Each optimizer of
-    torch but LBFGS calls its closure once, first of all; others may call it again, so they are left alone.
-    """
-    if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
-        return
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def step_after(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        if closure is None:
-            return step(**options)
-        result = closure()
-        return step(closure=lambda: result, **options)
-
-    optimizer.step = step_after
 
 
 class _ElasticLoader(_FabricDataLoader):  # type: ignore[misc]  # mypy does not follow lightning
@@ -251,13 +228,14 @@ class Fabric(L.Fabric):  # type: ignore[misc]  # mypy does not follow lightning
     """
 
     def __init__(self, *, strategy: Any = "auto", **options: Any) -> None:
-        if not isinstance(strategy, str) or strategy not in ("auto", "ddp"):
-            raise UsageError(
-                "an elastic Fabric has the strategy auto or ddp: for a sharded model use nbe.ShardedState."
-            )
         for name in ("devices", "num_nodes"):
             options.pop(name, None)  # the world is the cluster's
-        elastic_strategy = ElasticFabricStrategy(cluster_environment=ElasticEnvironment(), init_sync=False)
+        environment = ElasticEnvironment()
+        if isinstance(strategy, str) and strategy in ("auto", "ddp"):
+            elastic_strategy = ElasticFabricStrategy(cluster_environment=environment, init_sync=False)
+        else:
+            check_strategy(strategy)
+            elastic_strategy = ElasticShardedFabricStrategy.like(strategy, environment)
         super().__init__(strategy=elastic_strategy, devices=1, **options)
         self.launch()
 

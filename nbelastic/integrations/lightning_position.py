@@ -71,29 +71,35 @@ class Position:
 
 
 class Sums:
-    """The metrics of this rank as of the last commit: what it has summed up in this epoch. Each rank has its own."""
+    """The metrics of this rank as of the last two commits: what it has summed up in this epoch. Each rank has its own.
+
+    A sharded module may return to the commit before the last one of this rank.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._kept: dict[int, tuple[dict[str, Any], int]] = {}
-        self._at: Any = None
+        self._kept: dict[int, tuple[dict[int, Any], Any]] = {}  # by the number of the commit
 
-    def keep(self) -> None:
-        self._kept = {id(one): (one._copy_state_dict(), one._update_count) for one in self._all()}
+    def keep(self, commit: int) -> None:
         connector = self._trainer._logger_connector
-        self._at = connector._first_loop_iter, connector._current_fx
+        kept = {id(one): (one._copy_state_dict(), one._update_count) for one in self._all()}
+        self._kept = {number: one for number, one in self._kept.items() if number == commit - 1}
+        self._kept[commit] = kept, (connector._first_loop_iter, connector._current_fx)
 
-    def restore(self) -> None:
-        """Return to the last commit of this process, if it has made one."""
-        if self._at is None:
+    def restore(self, commit: int) -> None:
+        """Return to this commit, or to the last one before it that this process has made, if it has made any."""
+        if not self._kept:
             return
-        connector = self._trainer._logger_connector
-        connector._first_loop_iter, connector._current_fx = self._at
+        self._kept = {number: one for number, one in self._kept.items() if number <= commit}
+        kept: dict[int, Any] = {}
+        if self._kept:
+            kept, at = self._kept[max(self._kept)]
+            self._trainer._logger_connector._first_loop_iter, self._trainer._logger_connector._current_fx = at
         for one in self._all():
-            if id(one) not in self._kept:
+            if id(one) not in kept:
                 one.reset()
                 continue
-            values, one._update_count = self._kept[id(one)]
+            values, one._update_count = kept[id(one)]
             one.__dict__.update(copy.deepcopy(values))
             one._computed = None
 

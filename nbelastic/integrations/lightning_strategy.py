@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import lightning.fabric.connector
@@ -14,11 +16,17 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 
 from nbelastic.errors import NoWorldError, UsageError
+from nbelastic.state.state import TorchState
 from nbelastic.worker import ranks, session
 
 REFUSED = (
-    "{strategy} is not supported in an elastic job: use the strategy auto or ddp. For a sharded model write a plain loop with "
-    "torch's fully_shard and nbe.ShardedState."
+    "{strategy} is not supported in an elastic job: use the strategy auto, ddp, or for a sharded model "
+    "ModelParallelStrategy(tensor_parallel_size=1) with torch's fully_shard (FSDP2)."
+)
+
+SPLITS_LAYERS = (
+    "ModelParallelStrategy(tensor_parallel_size={size!r}) may split each layer over the devices of a host, which is not elastic "
+    'in Lightning: write tensor_parallel_size=1, and fully_shard with the mesh "data_parallel".'
 )
 
 
@@ -31,10 +39,44 @@ def not_interactive() -> None:
 
 
 def check_strategy(strategy: Any) -> None:
-    """UsageError unless it is plain DDP or a single device."""
-    plain = (fabric_strategies, trainer_strategies)
-    if type(strategy) not in [kind for where in plain for kind in (where.DDPStrategy, where.SingleDeviceStrategy)]:
-        raise UsageError(REFUSED.format(strategy=type(strategy).__name__))
+    """UsageError unless it is plain DDP, a single device, or FSDP2 over all ranks."""
+    where = (fabric_strategies, trainer_strategies)
+    if type(strategy) in [one.ModelParallelStrategy for one in where]:
+        if strategy._tensor_parallel_size != 1:
+            raise UsageError(SPLITS_LAYERS.format(size=strategy._tensor_parallel_size))
+    elif type(strategy) not in [kind for one in where for kind in (one.DDPStrategy, one.SingleDeviceStrategy)]:
+        raise UsageError(REFUSED.format(strategy=strategy if isinstance(strategy, str) else type(strategy).__name__))
+
+
+def trained_by(strategy: Any) -> dict[str, Any]:
+    """The values of the state beside the module: optimizers, whose steps are short from here on, and what belongs to them."""
+    for optimizer in strategy.optimizers:
+        run_closure_first(optimizer)
+    return {
+        **{f"optimizer_{i}": one for i, one in enumerate(strategy.optimizers)},
+        **{f"scheduler_{i}": one.scheduler for i, one in enumerate(strategy.lr_scheduler_configs)},
+        **({"precision": strategy.precision_plugin} if strategy.precision_plugin.state_dict() else {}),
+    }
+
+
+def run_closure_first(optimizer: Any) -> None:
+    """Lightning's closures run the backward pass inside `optimizer.step`. Run them before it, so that a step is short.
+
+    Then no collective comes between the beginning of a step and its commit, and commits copy nothing. Each optimizer of
+    torch but LBFGS calls its closure once, first of all; others may call it again, so they are left alone.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
+        return
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_after(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        if closure is None:
+            return step(**options)
+        result = closure()
+        return step(closure=lambda: result, **options)
+
+    optimizer.step = step_after
 
 
 class ElasticEnvironment(ClusterEnvironment):  # type: ignore[misc]  # mypy does not follow lightning
@@ -71,7 +113,7 @@ class ElasticEnvironment(ClusterEnvironment):  # type: ignore[misc]  # mypy does
         return None
 
 
-class _InThisWorld:
+class InThisWorld:
     """What both strategies change: the device of this worker, and the process group, which the elastic loop has made."""
 
     accelerator: Any
@@ -91,7 +133,7 @@ class _InThisWorld:
         """The workers run already."""
 
 
-class ElasticStrategy(_InThisWorld, trainer_strategies.DDPStrategy):  # type: ignore[misc]
+class ElasticStrategy(InThisWorld, trainer_strategies.DDPStrategy):  # type: ignore[misc]
     """Of a Trainer. Its module is wrapped in DDP anew in each world; `weigh()` is the factor of this rank's loss."""
 
     weigh: Any = None
@@ -104,12 +146,19 @@ class ElasticStrategy(_InThisWorld, trainer_strategies.DDPStrategy):  # type: ig
     def configure_ddp(self) -> None:
         """Lightning's setup runs before there is a world."""
 
-    def enter(self) -> None:
+    def make_state(self, **small: Any) -> TorchState:
+        """Lightning has made the optimizers."""
+        return TorchState(module=self.lightning_module, **small, **trained_by(self))
+
+    def enter(self, state: TorchState) -> None:  # noqa: ARG002
         """Wrap the module for the present world, of which this is a rank."""
         self.set_world_ranks()
         super().configure_ddp()
 
-    def leave(self) -> None:
+    def commit(self, state: TorchState) -> None:
+        state.commit()
+
+    def leave(self, *, is_over: bool) -> None:  # noqa: ARG002
         """Drop the wrapper: it would keep the old process group."""
         self.model = self.lightning_module
 
@@ -118,7 +167,7 @@ class ElasticStrategy(_InThisWorld, trainer_strategies.DDPStrategy):  # type: ig
         return weighed
 
 
-class ElasticFabricStrategy(_InThisWorld, fabric_strategies.DDPStrategy):  # type: ignore[misc]
+class ElasticFabricStrategy(InThisWorld, fabric_strategies.DDPStrategy):  # type: ignore[misc]
     """Of a Fabric."""
 
     def _setup_distributed(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -22,6 +23,7 @@ class TrainerProgress:
         self.global_batch = 0  # samples per step; 0 until the first world
         self.learning_rates: list[float] = []  # of the groups, as the program begins; a new program may change them
         self.values: dict[str, Any] = {}
+        self._first: list[dict[str, Any]] = []  # the attributes of callbacks before the first step
         self._written = 0  # how many entries of the log history are in `values["history"]`
 
     @property
@@ -36,6 +38,10 @@ class TrainerProgress:
         self.global_batch, self.values = state["global_batch"], state["values"]
         self.learning_rates = state["learning_rates"]
         self._written = len(self._history())
+
+    def begin(self, trainer: Any) -> None:
+        """The training has not begun: a world that returns to this has no `values`."""
+        self._first = [copy.deepcopy(one.state()["attributes"]) for one in _with_state(trainer)]
 
     def capture(self, trainer: Any, epoch: int, epoch_start: int) -> None:
         """Take the values of `trainer` right after a step. `epoch_start`: the number of steps before this epoch."""
@@ -77,9 +83,10 @@ class TrainerProgress:
             for name, value in self.values["state"].items():
                 setattr(trainer.state, name, value)
             trainer.state.log_history = self._history()
-            for one, attributes in zip(_with_state(trainer), self.values["callbacks"], strict=True):
-                for name, value in attributes.items():
-                    setattr(one, name, value)
+        callbacks = self.values["callbacks"] if self.values else copy.deepcopy(self._first)
+        for one, attributes in zip(_with_state(trainer), callbacks, strict=True):
+            for name, value in attributes.items():
+                setattr(one, name, value)
 
     def restore_counts(self, trainer: Any, control: TrainerControl) -> None:
         """Set what the Trainer has just set to its beginning: the losses, and what the last step has asked for."""

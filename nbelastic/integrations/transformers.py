@@ -13,13 +13,18 @@ from transformers.trainer_utils import TrainOutput
 
 from nbelastic.errors import UsageError
 from nbelastic.integrations.accelerate import make_bare, renew_states
+from nbelastic.integrations.accelerate_sharding import sharding_plugin, unchanged_environment
 from nbelastic.integrations.elastic_trainer import ElasticTrainer, Run, Steps, data_of
 from nbelastic.integrations.global_batches import GlobalBatches
 from nbelastic.integrations.label_counts import ignores_label_count
 from nbelastic.integrations.trainer_progress import TrainerProgress
+from nbelastic.integrations.trainer_sharding import Sharding, allow_fsdp
 from nbelastic.programs.elastic import elastic, frameworks
+from nbelastic.sharded.state import ShardedState
 from nbelastic.state.state import TorchState
 from nbelastic.worker import ranks
+
+allow_fsdp()
 
 
 def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
@@ -38,17 +43,24 @@ def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
     trainer.optimizer = _bare(trainer.optimizer)
     progress = TrainerProgress()
     progress.global_batch = global_batch or 0
+    progress.begin(trainer)
     progress.learning_rates = [group.get("initial_lr", group["lr"]) for group in trainer.optimizer.param_groups]
-    values: dict[str, Any] = {"model": trainer.model, "optimizer": trainer.optimizer, "progress": progress}
+    values: dict[str, Any] = {"progress": progress}
     if trainer.accelerator.scaler is not None:
         values["scaler"] = trainer.accelerator.scaler
-    state = TorchState(**values)
+    state: TorchState | ShardedState
+    if trainer.is_fsdp_enabled:
+        state = ShardedState(**values)
+        run = Run(state, progress, Sharding(trainer, state))
+    else:
+        state = TorchState(model=trainer.model, optimizer=trainer.optimizer, **values)
+        run = Run(state, progress)
     accumulated = trainer.args.gradient_accumulation_steps
-    with _elastic(trainer, Run(state, progress)):
+    with _elastic(trainer, run):
         return elastic(_train_in_this_world)(state, trainer, accumulated)
 
 
-def _train_in_this_world(_state: TorchState, trainer: Any, accumulated: int) -> TrainOutput:
+def _train_in_this_world(_state: TorchState | ShardedState, trainer: Any, accumulated: int) -> TrainOutput:
     args, progress = trainer.args, trainer._elastic.progress
     part = args.per_device_train_batch_size
     if not progress.global_batch:
@@ -68,36 +80,46 @@ def _train_in_this_world(_state: TorchState, trainer: Any, accumulated: int) -> 
         drop_last=args.dataloader_drop_last,
     )
     args.gradient_accumulation_steps = batches.parts
+    is_over = False
     _enter_world(trainer)
     try:
-        return trainer.train()
+        output = trainer.train()
+        is_over = True
+        return output
     finally:
-        _leave_world(trainer)
+        _leave_world(trainer, is_over)
 
 
 def _enter_world(trainer: Any) -> None:
     """The Trainer, its arguments and Accelerate have kept the world that they were made in."""
-    args, scaler = trainer.args, trainer.accelerator.scaler
-    renew_states()
+    args, scaler, sharding = trainer.args, trainer.accelerator.scaler, trainer._elastic.sharding
+    renew_states(is_sharded=sharding is not None)
     args.distributed_state = PartialState()
     args._n_gpu = 0 if ranks.device().type == "cpu" else 1
     vars(args)["_setup_devices"] = ranks.device()
     (args.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)  # the Trainer has added it
-    trainer.create_accelerator_and_postprocess()
+    with unchanged_environment():
+        trainer.create_accelerator_and_postprocess()
+    if sharding is not None:
+        sharding.enter()
     trainer.accelerator.scaler = scaler
     trainer.accelerator.free_memory = lambda *objects: list(objects)  # it holds nothing yet; collecting takes 0.2 s
     vars(trainer).pop("_eval_dataloaders", None)
 
 
-def _leave_world(trainer: Any) -> None:
-    """Keep no reference to DDP: its old process group would stay open."""
+def _leave_world(trainer: Any, is_over: bool) -> None:
+    """Keep no reference to DDP: its old process group would stay open. A sharded model stays as it is after the training."""
+    sharding = trainer._elastic.sharding
     trainer.model_wrapped = trainer.model
     make_bare(trainer.model)
     if (noise := getattr(trainer, "neftune_hook_handle", None)) is not None:
         noise.remove()  # each world adds one
     trainer.optimizer = _bare(trainer.optimizer)
-    trainer.accelerator._models.clear()
-    trainer.accelerator._optimizers.clear()
+    if sharding is None or not is_over:
+        trainer.accelerator._models.clear()
+        trainer.accelerator._optimizers.clear()
+    if sharding is not None and not is_over:
+        sharding.leave()
     trainer.callback_handler.optimizer = trainer.optimizer
     trainer.callback_handler.train_dataloader = None
 
@@ -137,11 +159,13 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 def _check(trainer: Any) -> None:
     """UsageError if this Trainer cannot be elastic."""
     args, dataset = trainer.args, trainer.train_dataset
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.is_distributed_loading_by_transformers:
+    if trainer.is_deepspeed_enabled or trainer.is_distributed_loading_by_transformers:
         raise UsageError(
-            "this Trainer shards its model, and only whole models are elastic in it: "
-            "write the loop with nbe.ShardedState and PyTorch's fully_shard, or leave out fsdp and deepspeed."
+            "this Trainer shards its model, and only FSDP2 is elastic in it: TrainingArguments(fsdp=True, …), or write the "
+            "loop with nbe.ShardedState and PyTorch's fully_shard."
         )
+    if trainer.is_fsdp_enabled:
+        sharding_plugin(trainer.accelerator.state.fsdp_plugin)
     if not hasattr(dataset, "__len__"):
         raise UsageError(
             f"a {type(dataset).__name__} has no length, so its samples cannot be shared among ranks that come and go: "

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.chunks import Layout, OwnChunk, join
-from nbelastic.sharded.parameters import chunk_of, like, local_tensor, plain_name
+from nbelastic.sharded.parameters import chunk_of, has_local_gradients, like, local_tensor, plain_name
 from nbelastic.sharded.transfer import gather_bytes
 from nbelastic.state import optimizers
 from nbelastic.state.contents import LARGE
@@ -108,6 +108,13 @@ class Bound:
             }
             for name, optimizer in self.optimizers.items()
         }
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass has left gradients that no step has used."""
+        if any(parameter.grad is not None for parameter in self.parameters.values()):
+            return True
+        return any(has_local_gradients(module) for module in self.modules.values())
 
     def check_names(self, record: Mapping[str, Any], source: str) -> None:
         """StateError if a record is of other models or optimizers. `source`: where it is from, and what to do."""

@@ -56,3 +56,17 @@ def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def has_local_gradients(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 keeps gradients that are not summed over the ranks yet: see `set_requires_gradient_sync(False)`."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13; before, one or none
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                for one in group.fsdp_params if group is not None else ():
+                    whole = getattr(one, "_unsharded_param", None)
+                    if one.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                        return True
+    return False

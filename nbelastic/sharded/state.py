@@ -141,7 +141,7 @@ class ShardedState(State):
         session, bound = self._session, self._bound
         if session is None or bound is None:
             raise UsageError("call bind(model=…, optimizer=…) before commit().")
-        if self._live_commit is not None and any(parameter.grad is not None for parameter in bound.parameters.values()):
+        if self._live_commit is not None and bound.has_gradients:
             return
         session.check(bound.device)
         self.commits += 1

@@ -27,7 +27,7 @@ MAY = {  # folder: the folders that it may import, beside `errors`; from the low
     "state": {"worker", "protocol", "system"},
     "sharded": {"state", "worker", "protocol", "system"},
     "programs": {"state", "worker", "ipp", "protocol", "system"},
-    "integrations": {"programs", "state", "worker", "protocol", "system"},
+    "integrations": {"programs", "sharded", "state", "worker", "protocol", "system"},
     "torchrun": {"transport", "protocol", "system"},
     "driver": {"core", "provision", "ipp", "transport", "protocol", "system"},
     "client": {"provision", "ipp", "protocol", "system"},

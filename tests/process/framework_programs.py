@@ -80,6 +80,12 @@ def _make_trainer(folder: str, kind: str, callback: Any, **options: Any) -> Any:
     return make(model, arguments, train_dataset=data, eval_dataset=equal, callbacks=[callback])
 
 
+def weights(model: Any) -> list[list[float]]:
+    """Collective if the model is sharded."""
+    whole = [getattr(p, "full_tensor", p.clone)() for p in model.parameters()]
+    return [one.detach().flatten().tolist() for one in whole]
+
+
 def _result(trainer: Any, output: Any) -> dict[str, Any]:
     """What must not depend on the ranks that have come and gone."""
     timed = ("runtime", "per_second")
@@ -88,7 +94,7 @@ def _result(trainer: Any, output: Any) -> dict[str, Any]:
         for entry in trainer.state.log_history
     ]
     return {
-        "weights": [p.detach().flatten().tolist() for p in trainer.model.parameters()],
+        "weights": weights(trainer.model),
         "history": history,
         "step": trainer.state.global_step,
         "loss": output.training_loss,
@@ -104,7 +110,7 @@ def train_alone(folder: str, kind: str) -> dict[str, Any]:
     return _result(trainer, trainer.train())
 
 
-def train_elastic(folder: str, kind: str, places: dict[str, int]) -> dict[str, Any]:
+def train_elastic(folder: str, kind: str, places: dict[str, int], **sharding: Any) -> dict[str, Any]:
     """The last rank kills itself once in each place, after this number of steps."""
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
@@ -139,9 +145,10 @@ def train_elastic(folder: str, kind: str, places: dict[str, int]) -> dict[str, A
             self.seen += 1
             assert self.seen == state.global_step
             log(step=state.global_step, generation=generation(), world=nbe.size())
+            self.die(state, "before a commit")
 
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    trainer = _make_trainer(folder, kind, Disturbance(), **options)
+    trainer = _make_trainer(folder, kind, Disturbance(), **options, **sharding)
     return _result(trainer, train(trainer, global_batch=BATCH))
 
 
@@ -184,7 +191,7 @@ def train_with_accelerate(folder: str, disturbed: bool) -> dict[str, Any]:
                 log(used=indices.tolist(), epoch=state.epoch, generation=generation(), weight=batches.weight)
                 state.commit()
         return {
-            "weights": [p.detach().flatten().tolist() for p in state.model.parameters()],
+            "weights": weights(state.model),
             "lr": scheduler.get_last_lr(),
             "commits": state.commits,
         }
@@ -228,7 +235,10 @@ def try_what_is_refused(folder: str) -> list[str]:
     def loop(state: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a worker that has used neither framework
         note(accelerate.Accelerator)
-        note(lambda: Accelerator(fsdp_plugin=accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)))
+        note(lambda: Accelerator(fsdp_plugin=accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)))
+        sharding = Accelerator(fsdp_plugin=accelerate.FullyShardedDataParallelPlugin(fsdp_version=2))
+        model = torch.nn.Linear(1, 1)
+        note(lambda: sharding.prepare(model, torch.optim.SGD(model.parameters())))
         note(lambda: Accelerator().prepare(torch.utils.data.DataLoader([1, 2], shuffle=True)))
 
     loop(nbe.ObjectState(step=0))

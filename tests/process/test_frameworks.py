@@ -1,5 +1,7 @@
 """Hugging Face's Trainer and Accelerate train on when ranks are killed, and end where an undisturbed training ends."""
 
+import functools
+
 import pytest
 
 from tests.process import framework_programs
@@ -41,12 +43,19 @@ def run(frameworks, tmp_path):
         ("llama", {"in an evaluation": 9, "in a step": 15}),
         ("bert", {"in a step": 6, "after a commit": 20}),
         ("own loss", {"after a commit": 3, "in an evaluation": 18}),
+        ("sharded llama", {"in an evaluation": 9, "in a step": 15}),
+        ("sharded bert", {"before a commit": 1, "after a commit": 20}),
     ],
-    ids=["counts labels", "mean loss", "own loss"],
+    ids=["counts labels", "mean loss", "own loss", "sharded", "sharded mean loss"],
 )
 def test_a_trainer_loses_two_of_three_ranks(run, tmp_path, kind, places):
     """Weights, log, learning rate and epochs are those of `trainer.train()` in one process, in worlds of 3, 2 and 1."""
-    found = run(framework_programs.train_elastic, kind, places)
+    program, sharded = framework_programs.train_elastic, kind.startswith("sharded")
+    kind = kind.removeprefix("sharded ")
+    if sharded:
+        layer = {"llama": "LlamaDecoderLayer", "bert": "BertLayer"}[kind]
+        program = functools.partial(program, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": [layer]})
+    found = run(program, kind, places)
     assert places.keys() <= {path.name for path in tmp_path.iterdir()}
     alone = run(framework_programs.train_alone, kind)[0]
     assert alone["step"] == 27
@@ -84,7 +93,8 @@ def test_what_cannot_be_elastic_is_refused_in_words(run):
             'use "random" or "sequential"',
             "set per_device_train_batch_size",
             "from nbelastic.integrations.accelerate import Accelerator",
-            "nbe.ShardedState and PyTorch's fully_shard",
+            "write FullyShardedDataParallelPlugin(fsdp_version=2, …)",
+            "give nbe.ShardedState(…) samplers and counters",
             "make DataLoader(data, …, sampler=state.sampler)",
         )
         assert len(errors) == len(expected), errors

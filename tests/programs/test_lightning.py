@@ -2,6 +2,7 @@
 
 import warnings
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ def integration():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return import_module("nbelastic.integrations.lightning")
+
+
+@pytest.fixture(scope="module")
+def run_closure_first(integration):
+    return import_module("nbelastic.integrations.lightning_strategy").run_closure_first
 
 
 @pytest.fixture
@@ -68,18 +74,53 @@ def test_a_loader_draws_nothing_from_the_generator_of_the_training(share):
     assert len(seeds) == 3
 
 
-@pytest.mark.parametrize("name", ["ModelParallelStrategy", "FSDPStrategy"])
-def test_a_sharded_strategy_is_refused(integration, name):
+def test_fsdp1_and_split_layers_are_refused(integration):
     """With the line to write for a sharded model."""
-    strategy = getattr(integration.L.pytorch.strategies, name)()
-    with pytest.raises(UsageError, match=rf"{name} is not supported .* fully_shard and nbe.ShardedState"):
-        integration.check_strategy(strategy)
-    with pytest.raises(UsageError, match=r"nbe.ShardedState"):
+    strategies = integration.L.pytorch.strategies
+    with pytest.raises(
+        UsageError, match=r"FSDPStrategy is not supported .* ModelParallelStrategy\(tensor_parallel_size=1\)"
+    ):
+        integration.check_strategy(strategies.FSDPStrategy())
+    with pytest.raises(UsageError, match=r"fsdp is not supported .* ModelParallelStrategy\(tensor_parallel_size=1\)"):
         integration.Fabric(strategy="fsdp")
+    with pytest.raises(UsageError, match=r"\(tensor_parallel_size='auto'\) .* write tensor_parallel_size=1"):
+        integration.check_strategy(strategies.ModelParallelStrategy())
+    integration.check_strategy(strategies.ModelParallelStrategy(tensor_parallel_size=1))
+
+
+def test_lightnings_checkpoint_of_a_sharded_module_is_refused(integration):
+    """A job resumes from its own."""
+    strategy = integration.ElasticShardedStrategy()
+    with pytest.raises(UsageError, match=r"leave out ckpt_path, and give the job a checkpoint folder"):
+        strategy.load_checkpoint("last.ckpt")
+
+
+def test_a_module_that_does_not_shard_itself_is_refused(integration):
+    """Each rank would train a model of its own."""
+    strategy = integration.ElasticShardedStrategy()
+    strategy.connect(integration.L.LightningModule())
+    with pytest.raises(UsageError, match=r"shards itself in configure_model\(\), with fully_shard"):
+        strategy.check_module()
+
+
+@pytest.mark.parametrize(("commit", "expected"), [(3, 6.0), (2, 3.0), (5, 6.0), (1, 0.0)])
+def test_metrics_return_to_the_commit_that_the_world_returns_to(integration, commit, expected):
+    """A step that is made again counts once. The last commit may be that of another rank."""
+    module = torch.nn.Module()
+    module.sum = import_module("torchmetrics").SumMetric()
+    loops = SimpleNamespace(epoch_loop=SimpleNamespace(_results={}))
+    connector = SimpleNamespace(_first_loop_iter=None, _current_fx=None)
+    sums = integration.Sums(SimpleNamespace(fit_loop=loops, lightning_module=module, _logger_connector=connector))
+    for number in (1.0, 2.0, 3.0):
+        module.sum.update(number)
+        sums.keep(int(number))
+    module.sum.update(100.0)
+    sums.restore(commit)
+    assert module.sum.sum_value == expected
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_closure_runs_before_the_step(integration, kind):
+def test_a_closure_runs_before_the_step(run_closure_first, kind):
     """So its backward pass comes before the step, and the values are the same."""
 
     def train(*, before):
@@ -96,7 +137,7 @@ def test_a_closure_runs_before_the_step(integration, kind):
             return loss.detach()
 
         if before:
-            integration._run_closure_first(optimizer)
+            run_closure_first(optimizer)
         return [float(optimizer.step(closure)) for _ in range(3)], weight.item(), order
 
     first, inside = train(before=True), train(before=False)
@@ -104,10 +145,10 @@ def test_a_closure_runs_before_the_step(integration, kind):
     assert (first[2], inside[2]) == (["closure", "step"] * 3, ["step", "closure"] * 3)
 
 
-def test_an_optimizer_that_may_call_its_closure_again_is_left_alone(integration):
+def test_an_optimizer_that_may_call_its_closure_again_is_left_alone(run_closure_first):
     """LBFGS calls it many times in a step; an optimizer of another package may."""
     weight = torch.nn.Parameter(torch.tensor(3.0))
     foreign = type("SAM", (torch.optim.SGD,), {})([weight], lr=0.1)
     for optimizer in (torch.optim.LBFGS([weight]), foreign):
-        integration._run_closure_first(optimizer)
+        run_closure_first(optimizer)
         assert "step" not in vars(optimizer)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import nbelastic as nbe
@@ -99,6 +100,24 @@ def test_buffers_are_kept_also_those_of_no_checkpoint():
         del kept["model"]["extra"]
         with pytest.raises(StateError, match="model has the buffer extra only here"):
             bound.set_buffers(kept)
+
+
+@pytest.mark.parametrize("reduce", [None, torch.float64], ids=["plain", "in another precision"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "not shared yet"])
+def test_gradients_that_no_step_has_used_are_noticed(shared, reduce):
+    """Also those of a backward pass without communication, which no parameter shows: a commit would lose them."""
+    with fake_world(0, 2) as mesh:
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
+        bound = Bound({"model": model}, {"optimizer": torch.optim.SGD(model.parameters())})
+        assert not bound.has_gradients
+        model.set_requires_gradient_sync(shared)
+        model(torch.ones(1, 4)).sum().backward()
+        assert (model.weight.grad is not None) == shared
+        assert bound.has_gradients
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 4)).sum().backward()
+        model.zero_grad()
+        assert not bound.has_gradients
 
 
 def linear():
