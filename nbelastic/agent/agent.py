@@ -68,6 +68,7 @@ class Config(msgspec.Struct, frozen=True):
     driver_lease: DriverLease | None  # on the driver's machine; None elsewhere
     lease: float  # seconds without a driver after which the agent ends
     heartbeat: float  # seconds
+    notice: float  # seconds between SIGTERM and the end
     address: str  # a loopback address on the driver's machine; empty elsewhere
     nics: tuple[str, ...]  # network interfaces to use; empty: any
     run_folder: str  # for temporary files; empty: make a folder
@@ -96,9 +97,10 @@ class Agent:
             WorkerId, tuple[agent_messages.Spawn, float]
         ] = {}  # for memory of their GPUs, and until when
         self._done = False
+        self._terminated = 0  # signals SIGTERM that are not handled yet
         # When the process last continued after it was stopped. Messages that the driver sent meanwhile are not read yet.
         self._continued_at = 0.0
-        self._protocol = Protocol(config.lease)
+        self._protocol = Protocol(config.host, config.lease, config.notice)
         peer = f"agent/{config.host}~{config.number}"
         self._turn_by = math.inf  # when the main thread must have begun its next turn
         self._checked_at = 0.0  # when the link's thread last checked that
@@ -205,6 +207,7 @@ class Agent:
             if self._protocol.must_end(heard_at, now):
                 print(f"the driver at {self._config.driver} sends nothing any more", file=sys.stderr)
                 return
+            self._check_end(now)
             for sentinel in ready:
                 if sentinel in sentinels:
                     self._reap(sentinels[sentinel])
@@ -221,6 +224,12 @@ class Agent:
                 sample_at = now + SAMPLE
                 self._sample(now)
                 self._check_cluster(now)
+
+    def _check_end(self, now: float) -> None:
+        while self._terminated:
+            self._terminated -= 1
+            self._carry_out(self._protocol.terminated(now))
+        self._carry_out(self._protocol.check_end(now))
 
     def _main_thread_runs(self) -> bool:
         """Whether the main thread, which handles messages, begins its turns in time. Called in the link's thread."""
@@ -255,9 +264,8 @@ class Agent:
         os.eventfd_write(self._wake, 1)
 
     def _on_sigterm(self) -> None:
-        """Send a goodbye before the end, so that the other members need not wait until this host is unresponsive."""
-        self._link.send(agent_messages.AgentGoodbye(self._config.host, "its agent received SIGTERM"))
-        self._done = True
+        """A batch system, an administrator or a shutdown will end this process."""
+        self._terminated += 1
         os.eventfd_write(self._wake, 1)
 
     def _handle_messages(self) -> None:

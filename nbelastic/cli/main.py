@@ -91,7 +91,7 @@ def _remove(options: Namespace) -> None:
     cluster = _attached(options)
 
     def remove(host: str) -> str:
-        cluster.remove_host(host, now=options.now, by="nbelastic remove")
+        cluster.remove_host(host, now=options.now, by="nbelastic remove", within=options.within)
         return f"{host} is removed" if options.now else f"{host} leaves at the next commit"
 
     _for_each(cluster, options.hosts, remove)
@@ -188,6 +188,9 @@ def _parser() -> ArgumentParser:
     remove = command("remove", _remove, "Remove hosts. Their workers leave at the next commit.", name_count="")
     remove.add_argument("hosts", nargs="+", metavar="HOST", help="the names of hosts")
     remove.add_argument("--now", action="store_true", help="remove at once, without waiting for the next commit")
+    remove.add_argument(
+        "--in", dest="within", type=float, metavar="S", help="the hosts end in S seconds, whatever still runs there"
+    )
     scale = command("scale", _scale, "Change how many workers there may be.")
     scale.add_argument("--min", type=int, metavar="N", help="least number of workers to train with")
     scale.add_argument("--max", type=int, metavar="N", help="greatest number of workers")
