@@ -109,11 +109,15 @@ class Protocol:
                 return [End()]
         return []
 
-    def terminated(self, now: float) -> list[Action]:
-        """SIGTERM: the agent will end, but its workers may leave at a commit before. At the second one it ends at once."""
-        if self._ends_at is not None:
+    def terminated(self, now: float, within: float | None = None) -> list[Action]:
+        """SIGTERM: the agent will end, but its workers may leave at a commit before. At the second one it ends at once.
+
+        `within`: seconds in which the host ends, if that was said; then a second one only changes the time.
+        """
+        if self._ends_at is not None and within is None:
             return [Send(agent_messages.AgentGoodbye(self._host, "its agent received SIGTERM twice")), End()]
-        self._ends_at = now + self._notice
+        end = now + (self._notice if within is None else within)
+        self._ends_at = end if self._ends_at is None else min(end, self._ends_at)
         return self._announce_end(now)
 
     def _announce_end(self, now: float) -> list[Action]:
@@ -126,8 +130,7 @@ class Protocol:
         """End after SIGTERM if the driver has not done it in time."""
         if self._ends_at is None or now < self._ends_at:
             return []
-        reason = f"its agent received SIGTERM {self._notice:g} s ago"
-        return [Send(agent_messages.AgentGoodbye(self._host, reason)), End()]
+        return [Send(agent_messages.AgentGoodbye(self._host, "the time after SIGTERM is over")), End()]
 
     def forked(self, w: WorkerId, pid: int) -> list[Action]:
         self._workers[w] = _Worker(pid)

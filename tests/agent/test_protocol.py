@@ -140,7 +140,7 @@ def test_sigterm_announces_the_end():
     notice = agent_messages.AgentEnding("a", 20.0, "SIGTERM to its agent")
     assert agent.terminated(100.0) == [Send(notice)]
     assert agent.check_end(119.0) == []
-    ends = [Send(agent_messages.AgentGoodbye("a", "its agent received SIGTERM 20 s ago")), End()]
+    ends = [Send(agent_messages.AgentGoodbye("a", "the time after SIGTERM is over")), End()]
     assert agent.check_end(120.0) == ends
 
 
@@ -160,3 +160,12 @@ def test_a_new_driver_learns_of_the_end():
     agent.terminated(100.0)
     notice = Send(agent_messages.AgentEnding("a", 15.0, "SIGTERM to its agent"))
     assert agent.handle(messages.NewDriver(1), 105.0) == [SendHello(), notice]
+
+
+def test_a_drain_changes_the_time_and_ends_nothing():
+    """`nbelastic drain` after SIGTERM may shorten the time; it is not the second SIGTERM that ends the agent."""
+    agent = with_worker()
+    agent.terminated(100.0)
+    assert agent.terminated(101.0, within=60.0) == [Send(agent_messages.AgentEnding("a", 19.0, "SIGTERM to its agent"))]
+    assert agent.terminated(102.0, within=5.0) == [Send(agent_messages.AgentEnding("a", 5.0, "SIGTERM to its agent"))]
+    assert agent.check_end(107.0)

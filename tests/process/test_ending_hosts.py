@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 import psutil
 import pytest
 import torch
 
 import nbelastic as nbe
+from nbelastic.cli.main import main
 from tests.support.processes import alive
 from tests.support.waiting import until
 
@@ -86,3 +88,21 @@ def test_the_last_host_is_saved_in_a_checkpoint(make, tmp_path):
     assert "only hosts that end hold the training state: 127.0.0.2" in str(error)
     until(lambda: has_left(cluster, "127.0.0.2"))
     assert [path.name.partition("-commit-")[1] for path in (tmp_path / "kept").iterdir()] == ["-commit-"]
+
+
+def test_a_machine_is_drained_by_a_command(trains, capsys, tmp_path, monkeypatch):
+    """`nbelastic drain` on the machine of several hosts: all leave, the last one when another host has the state."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # it drains all clusters that have this temporary folder
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    training = trains("127.0.0.2:1,127.0.0.3:1", min=1)
+    training.wait_for_world(2)
+    assert main(["drain", "--in", "300"]) == 0
+    text = "its workers leave at the next commit; it ends in 300 s."
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [f"127.0.0.2: {text}", f"127.0.0.3: {text}"]
+    until(lambda: [host.ends_in is not None for host in training.cluster.hosts] in ([True], [True, True]))
+    training.cluster.add_host("127.0.0.4:1")
+    until(lambda: [host.name for host in training.cluster.hosts] == ["127.0.0.4"])
+    training.wait_for_world(1)
+    training.finish()
+    assert not {"world-broken", "host-lost"} & {event.kind for event in training.cluster.events}
