@@ -15,12 +15,10 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,10 +38,11 @@ from nbelastic.agent.protocol import KILL_AFTER, Action, End, Fork, Protocol, Se
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import Gpu, WorkerId
-from nbelastic.system import versions
+from nbelastic.system import running_agents, versions
 from nbelastic.system.addresses import address_of, is_loopback
 from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.folder_paths import kept_state_folder, process_folder, user_folder
+from nbelastic.system.ports import reserved_port
 from nbelastic.system.processes import kill_group, state_of
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
@@ -68,6 +67,7 @@ class Config(msgspec.Struct, frozen=True):
     driver_lease: DriverLease | None  # on the driver's machine; None elsewhere
     lease: float  # seconds without a driver after which the agent ends
     heartbeat: float  # seconds
+    notice: float  # seconds between SIGTERM and the end
     address: str  # a loopback address on the driver's machine; empty elsewhere
     nics: tuple[str, ...]  # network interfaces to use; empty: any
     run_folder: str  # for temporary files; empty: make a folder
@@ -96,9 +96,10 @@ class Agent:
             WorkerId, tuple[agent_messages.Spawn, float]
         ] = {}  # for memory of their GPUs, and until when
         self._done = False
+        self._terminated = 0  # signals SIGTERM that are not handled yet
         # When the process last continued after it was stopped. Messages that the driver sent meanwhile are not read yet.
         self._continued_at = 0.0
-        self._protocol = Protocol(config.lease)
+        self._protocol = Protocol(config.host, config.lease, config.notice)
         peer = f"agent/{config.host}~{config.number}"
         self._turn_by = math.inf  # when the main thread must have begun its next turn
         self._checked_at = 0.0  # when the link's thread last checked that
@@ -140,7 +141,7 @@ class Agent:
         )
         self._home = (self._addresses[0].address, self._addresses[0].name)  # address and interface of stores
         # On the driver's machine the prober is started with the first host elsewhere. Until then its port is only reserved.
-        self._port = at_end.enter_context(_reserved(self._home[0])) if on_driver_machine else 0
+        self._port = at_end.enter_context(reserved_port(self._home[0])) if on_driver_machine else 0
         self._prober: Prober | None = None
         at_end.callback(self._close_prober)
         if not on_driver_machine:
@@ -150,6 +151,7 @@ class Agent:
         self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"agent-{config.number}-", dir=run_folder))  # of this agent alone
         at_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        running_agents.register(self._folder, config.host)
 
     def _running_prober(self) -> Prober:
         if self._prober is None:
@@ -205,6 +207,7 @@ class Agent:
             if self._protocol.must_end(heard_at, now):
                 print(f"the driver at {self._config.driver} sends nothing any more", file=sys.stderr)
                 return
+            self._check_end(now)
             for sentinel in ready:
                 if sentinel in sentinels:
                     self._reap(sentinels[sentinel])
@@ -221,6 +224,12 @@ class Agent:
                 sample_at = now + SAMPLE
                 self._sample(now)
                 self._check_cluster(now)
+
+    def _check_end(self, now: float) -> None:
+        while self._terminated:
+            self._terminated -= 1
+            self._carry_out(self._protocol.terminated(now, running_agents.read_notice(self._folder)))
+        self._carry_out(self._protocol.check_end(now))
 
     def _main_thread_runs(self) -> bool:
         """Whether the main thread, which handles messages, begins its turns in time. Called in the link's thread."""
@@ -255,9 +264,8 @@ class Agent:
         os.eventfd_write(self._wake, 1)
 
     def _on_sigterm(self) -> None:
-        """Send a goodbye before the end, so that the other members need not wait until this host is unresponsive."""
-        self._link.send(agent_messages.AgentGoodbye(self._config.host, "its agent received SIGTERM"))
-        self._done = True
+        """A batch system, an administrator or a shutdown will end this process."""
+        self._terminated += 1
         os.eventfd_write(self._wake, 1)
 
     def _handle_messages(self) -> None:
@@ -376,15 +384,6 @@ class Agent:
         for worker in self._workers.values():
             worker.process.join(KILL_AFTER)
             kill_group(worker.process.pid or 0)
-
-
-@contextlib.contextmanager
-def _reserved(address: str) -> Iterator[int]:
-    """A free port of `address`, bound meanwhile, so that no other process gets it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as bound:
-        bound.bind((address, 0))
-        yield int(bound.getsockname()[1])
 
 
 def run(config: bytes, parent_pipe: int) -> None:

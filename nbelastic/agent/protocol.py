@@ -65,9 +65,13 @@ class _Worker:
 class Protocol:
     """The decisions of one agent. Times are seconds of one clock."""
 
-    def __init__(self, lease: float) -> None:
-        """`lease`: seconds without a driver after which the agent ends; its workers may write a last checkpoint first."""
-        self._lease = lease
+    def __init__(self, host: str, lease: float, notice: float) -> None:
+        """`lease`: seconds without a driver after which the agent ends; its workers may write a last checkpoint first.
+
+        `notice`: seconds between SIGTERM and its end.
+        """
+        self._host, self._lease, self._notice = host, lease, notice
+        self._ends_at: float | None = None  # after SIGTERM
         self._owner_ended_at: float | None = None
         self.cluster_ended = False  # its files were removed
         self._workers: dict[WorkerId, _Worker] = {}
@@ -100,10 +104,33 @@ class Protocol:
                 self._term = term
                 for worker in self._workers.values():
                     worker.frozen = 0  # so that the new driver receives it, too
-                return [SendHello()]
+                return [SendHello(), *self._announce_end(now)]
             case agent_messages.StopAgent():
                 return [End()]
         return []
+
+    def terminated(self, now: float, within: float | None = None) -> list[Action]:
+        """SIGTERM: the agent will end, but its workers may leave at a commit before. At the second one it ends at once.
+
+        `within`: seconds in which the host ends, if that was said; then a second one only changes the time.
+        """
+        if self._ends_at is not None and within is None:
+            return [Send(agent_messages.AgentGoodbye(self._host, "its agent received SIGTERM twice")), End()]
+        end = now + (self._notice if within is None else within)
+        self._ends_at = end if self._ends_at is None else min(end, self._ends_at)
+        return self._announce_end(now)
+
+    def _announce_end(self, now: float) -> list[Action]:
+        if self._ends_at is None:
+            return []
+        within = max(0.0, self._ends_at - now)
+        return [Send(agent_messages.AgentEnding(self._host, within, "SIGTERM to its agent"))]
+
+    def check_end(self, now: float) -> list[Action]:
+        """End after SIGTERM if the driver has not done it in time."""
+        if self._ends_at is None or now < self._ends_at:
+            return []
+        return [Send(agent_messages.AgentGoodbye(self._host, "the time after SIGTERM is over")), End()]
 
     def forked(self, w: WorkerId, pid: int) -> list[Action]:
         self._workers[w] = _Worker(pid)

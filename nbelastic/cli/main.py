@@ -15,7 +15,7 @@ from nbelastic.client.cluster import Cluster
 from nbelastic.client.doctor import examine
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.notebook.status_text import ClusterList, FindingList, StatusView, limits
-from nbelastic.system import versions
+from nbelastic.system import running_agents, versions
 from nbelastic.system.terminal_text import remove_controls
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as in shells
@@ -91,10 +91,21 @@ def _remove(options: Namespace) -> None:
     cluster = _attached(options)
 
     def remove(host: str) -> str:
-        cluster.remove_host(host, now=options.now, by="nbelastic remove")
+        cluster.remove_host(host, now=options.now, by="nbelastic remove", within=options.within)
         return f"{host} is removed" if options.now else f"{host} leaves at the next commit"
 
     _for_each(cluster, options.hosts, remove)
+
+
+def _drain(options: Namespace) -> None:
+    if not 0 < options.within < float("inf"):
+        raise UsageError(f"--in {options.within:g}: give a number of seconds greater than 0.")
+    agents = running_agents.find()
+    if not agents:
+        raise HostError("no agent of yours runs on this machine: run this on a host of the cluster.")
+    for agent in agents:
+        running_agents.announce_end(agent, options.within)
+        print(f"{agent.host}: its workers leave at the next commit; it ends in {options.within:g} s.")
 
 
 def _for_each(cluster: Cluster, hosts: Sequence[str], change: Callable[[str], str]) -> None:
@@ -183,14 +194,7 @@ def _parser() -> ArgumentParser:
     logs.add_argument("--tail", type=int, default=TAIL, metavar="N", help=f"begin with the last N lines ({TAIL})")
     debug = command("debug", _debug, "Open the debugger of a program that waits at a breakpoint().")
     debug.add_argument("--rank", type=int, metavar="N", help="of this rank (default: any)")
-    add = command("add", _add, "Add hosts. A running job includes them without losing a step.", name_count="")
-    add.add_argument("hosts", nargs="+", metavar="HOST", help="name, name:slots or user@name:slots")
-    remove = command("remove", _remove, "Remove hosts. Their workers leave at the next commit.", name_count="")
-    remove.add_argument("hosts", nargs="+", metavar="HOST", help="the names of hosts")
-    remove.add_argument("--now", action="store_true", help="remove at once, without waiting for the next commit")
-    scale = command("scale", _scale, "Change how many workers there may be.")
-    scale.add_argument("--min", type=int, metavar="N", help="least number of workers to train with")
-    scale.add_argument("--max", type=int, metavar="N", help="greatest number of workers")
+    _add_host_commands(command)
     stop = command("stop", _stop, "Stop the cluster and all its processes; return when it has stopped.")
     stop.add_argument("--job", action="store_true", help="stop only the job; the workers stay")
     stop.add_argument(
@@ -203,3 +207,27 @@ def _parser() -> ArgumentParser:
     doctor.add_argument("--python", metavar="PATH", help="Python on the other hosts (default: this one's path)")
     command("attach", _attach, "Show events and output as they arrive, until Ctrl-C; the cluster goes on.")
     return parser
+
+
+def _add_host_commands(command: Callable[..., ArgumentParser]) -> None:
+    """The commands that change the hosts and the number of workers."""
+    add = command("add", _add, "Add hosts. A running job includes them without losing a step.", name_count="")
+    add.add_argument("hosts", nargs="+", metavar="HOST", help="name, name:slots or user@name:slots")
+    remove = command("remove", _remove, "Remove hosts. Their workers leave at the next commit.", name_count="")
+    remove.add_argument("hosts", nargs="+", metavar="HOST", help="the names of hosts")
+    remove.add_argument("--now", action="store_true", help="remove at once, without waiting for the next commit")
+    remove.add_argument(
+        "--in", dest="within", type=float, metavar="S", help="the hosts end in S seconds, whatever still runs there"
+    )
+    drain = command(
+        "drain",
+        _drain,
+        "Announce that this machine ends soon: its workers leave before, in all clusters.",
+        name_count=None,
+    )
+    drain.add_argument(
+        "--in", dest="within", type=float, default=30.0, metavar="S", help="the machine ends in S seconds (30)"
+    )
+    scale = command("scale", _scale, "Change how many workers there may be.")
+    scale.add_argument("--min", type=int, metavar="N", help="least number of workers to train with")
+    scale.add_argument("--max", type=int, metavar="N", help="greatest number of workers")

@@ -367,9 +367,12 @@ class Cluster(ClusterView):
         spec = parse_host(host, configuration.default_slots, follow_gpus=configuration.slots_follow_gpus)
         self._link.ask(requests.AddHost(by, spec))
 
-    def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
-        """Remove a host; its workers leave at the next commit (`now`: at once). UsageError for an unknown host."""
-        self._link.ask(requests.RemoveHost(by, host, now))
+    def remove_host(self, host: str, now: bool = False, by: str = "you", *, within: float | None = None) -> None:
+        """Remove a host; its workers leave at the next commit (`now`: at once). UsageError for an unknown host.
+
+        `within`: seconds after which the host ends: workers that have not left by then are killed.
+        """
+        self._link.ask(requests.RemoveHost(by, host, now, within))
 
     def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:  # noqa: A002
         """Change the bounds of the world size; a bound that is not given stays."""

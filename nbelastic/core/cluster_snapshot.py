@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nbelastic.core import host_lifecycle
-from nbelastic.core.state import ClusterState, HostPhase, Job, KeptState, SetupCell, Slot, Stage
+from nbelastic.core.state import ClusterState, Ending, HostPhase, Job, KeptState, SetupCell, Slot, Stage
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, WorkerId
 
@@ -34,6 +34,7 @@ class SavedCluster(Struct, frozen=True):
 
     limits: Limits
     hosts: tuple[SavedHost, ...]
+    ending: dict[str, Ending]
     removed_hosts: tuple[str, ...]
     incarnations: dict[str, int]
     hosts_joined: int
@@ -79,6 +80,7 @@ def snapshot_of(cluster: ClusterState) -> SavedCluster:
     return SavedCluster(
         limits=cluster.limits,
         hosts=hosts,
+        ending=cluster.ending,
         removed_hosts=tuple(sorted(cluster.removed_hosts)),
         incarnations=cluster.incarnations,
         hosts_joined=cluster.hosts_joined,

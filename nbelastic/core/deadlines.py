@@ -13,6 +13,7 @@ from nbelastic.core import (
     halts,
     losses,
     provisioning,
+    requests,
     script_rounds,
     setup_cells,
     stage_deadlines,
@@ -34,6 +35,7 @@ def deadline(cluster: ClusterState, now: float) -> float:
         cluster.linger_until or NEVER,
         cluster.agents_end_by,
         min(cluster.end_deadlines.values(), default=NEVER),
+        _next_end(cluster),
         cluster.suspect_since + limits.timeouts.grace if cluster.suspects else NEVER,
         generations.elastic_timeout_at(cluster),
         stage_deadlines.deadline(cluster),
@@ -54,6 +56,8 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         cluster = _kill_lingering(cluster, now, out)
     if now >= min(cluster.end_deadlines.values(), default=NEVER):
         cluster = _count_as_ended(cluster, now, out)
+    if now >= _next_end(cluster):
+        cluster = requests.end_announced_hosts(cluster, now, out)
     if now >= cluster.setup_by:
         cluster = _kill_overdue_setup(cluster, now, out)
     if cluster.suspects and now >= cluster.suspect_since + limits.timeouts.grace:
@@ -64,6 +68,11 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     if now >= cluster.wake_at:
         cluster = provisioning.provision(_replace_overdue_starts(cluster, now, out), now, out)
     return cluster
+
+
+def _next_end(cluster: ClusterState) -> float:
+    """When something is due for a host that was announced to end."""
+    return min((min(ending.at, ending.save_at) for ending in cluster.ending.values()), default=NEVER)
 
 
 def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

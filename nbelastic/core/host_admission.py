@@ -19,7 +19,8 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle, losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host
-from nbelastic.core.state import Admission, ClusterState, Host, HostPhase
+from nbelastic.core.probes import Admission
+from nbelastic.core.state import ClusterState, Host, HostPhase
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 

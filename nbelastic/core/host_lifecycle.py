@@ -34,7 +34,7 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     out.append(cmd.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
     cluster = with_host(cluster, with_slots(host, slots))
     kept = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
-    cluster = replace(cluster, leaving=cluster.leaving - kept)
+    cluster = replace(forget_end(cluster, spec.name), leaving=cluster.leaving - kept)
     surplus = [w for w in workers_on(cluster, spec.name) if w.slot >= spec.slots]
     return provisioning.drain_workers(cluster, surplus, now, out)
 
@@ -120,7 +120,7 @@ def _slots(count: int) -> str:
 
 def _remove(cluster: ClusterState, name: str) -> ClusterState:
     """Remove the host. Should it come back, its workers get higher incarnations."""
-    cluster = _stop_probing(cluster, name)
+    cluster = forget_end(_stop_probing(cluster, name), name)
     hosts = {n: host for n, host in cluster.hosts.items() if n != name}
     removed = {n: number for n, number in cluster.incarnations.items() if n != name}
     removed[name] = highest_incarnation(cluster, name)
@@ -139,3 +139,10 @@ def _stop_probing(cluster: ClusterState, name: str) -> ClusterState:
     if name not in cluster.probing:
         return cluster
     return replace(cluster, probing={n: admission for n, admission in cluster.probing.items() if n != name})
+
+
+def forget_end(cluster: ClusterState, name: str) -> ClusterState:
+    """The host has ended, or was added again."""
+    if name not in cluster.ending:
+        return cluster
+    return replace(cluster, ending={n: ending for n, ending in cluster.ending.items() if n != name})

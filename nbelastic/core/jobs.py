@@ -123,7 +123,7 @@ def end(
     out.append(cmd.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
     out.append(cmd.EndJob(job.name, outcome, reason, ranks, culprit))
     cluster = forget_kept_state(cluster, now, out)
-    leaving = sorted(cluster.leaving)
+    leaving = sorted(cluster.leaving.difference(inside))  # the others may write a last checkpoint first
     cluster = replace(
         cluster,
         job=replace(job, outcome=outcome, reason=reason, trial=0),

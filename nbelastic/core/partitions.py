@@ -17,7 +17,8 @@ from nbelastic.core import losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_admission import PROBE_PATIENCE
 from nbelastic.core.host_slots import with_host
-from nbelastic.core.state import ClusterState, PartitionCheck
+from nbelastic.core.probes import PartitionCheck
+from nbelastic.core.state import ClusterState
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 

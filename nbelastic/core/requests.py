@@ -10,10 +10,13 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle, jobs, losses, provisioning, script_job, stopping
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import workers_on
-from nbelastic.core.state import ClusterState, HostPhase
-from nbelastic.core.state_holders import alone_holds_state
+from nbelastic.core.state import ClusterState, Ending, HostPhase
+from nbelastic.core.state_holders import alone_holds_state, state_lives
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
+
+SAVE_TIME = 10.0  # seconds before its last host ends in which a training may write a checkpoint; half of a short notice
 
 HostsEvent = ev.HostAdded | ev.HostRemoved | ev.HostsDiscovered | ev.Scaled
 
@@ -54,9 +57,17 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     """Drain a host; or, with `event.now`, kill its workers at once. Neither counts as a failure."""
     name, by = event.name, event.by or "discovery"
     host = cluster.hosts.get(name)
-    if host is None or (host.phase is HostPhase.DRAINING and not event.now):
+    if host is None:
         return cluster
-    cluster = host_lifecycle.drain(cluster, name, "at once" if event.now else "at the next commit", by, out)
+    if event.within is not None:
+        ending = Ending(now + event.within, now + max(event.within - SAVE_TIME, event.within / 2))
+        known = cluster.ending.get(name, ending)
+        cluster = replace(cluster, ending={**cluster.ending, name: min(known, ending, key=lambda each: each.at)})
+    if host.phase is HostPhase.DRAINING and not event.now:
+        return cluster
+    how = "at once" if event.now else "at the next commit"
+    how += f", and ends within {event.within:g} s" if event.within is not None else ""
+    cluster = host_lifecycle.drain(cluster, name, how, by, out)
     workers = workers_on(cluster, name)
     if event.now:
         cluster = losses.remove_from_job(cluster, workers, f"host {name} was removed at once", now, out, alive=True)
@@ -64,6 +75,24 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     else:
         cluster = provisioning.drain_workers(cluster, workers, now, out)
     return host_lifecycle.remove_if_empty(cluster, name, out)
+
+
+def end_announced_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+    """Kill the workers of draining hosts whose time is over. It does not count as a failure either.
+
+    Some seconds earlier, stop a training whose state only such hosts hold: it may write a checkpoint.
+    """
+    if any(now >= ending.save_at for ending in cluster.ending.values()):
+        saved = {n: replace(ending, save_at=NEVER) for n, ending in cluster.ending.items() if now >= ending.save_at}
+        cluster = replace(cluster, ending=cluster.ending | saved)
+        last = [w for name in cluster.ending if name in cluster.hosts for w in workers_on(cluster, name)]
+        if cluster.active is not None and not state_lives(cluster, last):
+            reason = f"only hosts that end hold the training state: {', '.join(cluster.ending)}"
+            cluster = jobs.end(cluster, "stopped", reason, now, out)
+    for name in [name for name, ending in cluster.ending.items() if now >= ending.at]:
+        cluster = host_lifecycle.forget_end(cluster, name)
+        cluster = _remove_host(cluster, ev.HostRemoved(name, now=True, by="its deadline"), now, out)
+    return cluster
 
 
 def restart_worker(cluster: ClusterState, w: WorkerId, by: str, now: float, out: Commands) -> ClusterState:

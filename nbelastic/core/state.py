@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from nbelastic.core.commands import FormWorld
 from nbelastic.core.halt import Halt
+from nbelastic.core.probes import Admission, PartitionCheck
 from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
 from nbelastic.protocol.cluster_limits import NEVER, Limits
@@ -92,28 +93,11 @@ class Host(Struct, frozen=True):
         return self.phase in (HostPhase.UP, HostPhase.DRAINING)
 
 
-class Admission(Struct, frozen=True):
-    """A host whose network is probed. Its agent is ready; no worker is started there yet. A probe is (prober, target)."""
+class Ending(Struct, frozen=True):
+    """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold, to save it."""
 
-    number: int  # of its present round of probes
-    partners: tuple[str, ...]  # hosts that the present round probes
-    addresses: tuple[str, ...]  # of the host, at which all earlier partners reached it
-    until: float  # when the round ends without the missing answers
-    awaited: frozenset[tuple[str, str]]  # probes without an answer yet
-    answers: dict[tuple[str, str], tuple[str, ...]] = {}  # for each probe, the addresses that answered
-    passed: frozenset[str] = frozenset()  # partners of earlier rounds
-
-
-class PartitionCheck(Struct, frozen=True):
-    """A round of probes between the hosts of a world. A pair of hosts is in the order of their names."""
-
-    number: int = 0  # of this round of probes
-    until: float = NEVER  # when the round ends without the missing answers
-    awaited: frozenset[tuple[str, str]] = frozenset()  # probes (prober, target) without an answer yet
-    pairs: frozenset[tuple[str, str]] = frozenset()  # that this round probes, each in both directions
-    fully_probed: tuple[str, ...] = ()  # hosts of which each pair is probed
-    unreached: frozenset[tuple[str, str]] = frozenset()  # pairs of which one host did not reach the other
-    failed_rounds: dict[tuple[str, str], int] = {}  # in how many rounds in a row a pair was unreached
+    at: float
+    save_at: float
 
 
 class Stall(Struct, frozen=True):
@@ -233,6 +217,7 @@ class ClusterState(Struct, frozen=True):
     hosts_joined: int = 0  # number of the newest host
     hosts_admitted: int = 0  # number of the newest admission
     discovered: bool = False  # the discovery has answered once, under this driver or an earlier one
+    ending: dict[str, Ending] = {}  # draining hosts that were announced to end
     removed_hosts: frozenset[str] = frozenset()  # that a client removed and discovery may still list
     incarnations: dict[str, int] = {}  # highest ones of removed hosts; see `host_lifecycle.NAMES`
     wake_at: float = NEVER  # when a back-off or a start's deadline ends

@@ -63,6 +63,7 @@ def restore_hosts(
         highest_generation=saved.highest_generation,
         last_probe=saved.last_probe + UNSAVED,
         hosts_admitted=len(hosts),
+        ending=saved.ending,
         removed_hosts=frozenset(saved.removed_hosts),
         incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
         driver_address=saved.driver_address,

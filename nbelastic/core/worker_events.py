@@ -23,7 +23,16 @@ from nbelastic.core import (
     swaps,
 )
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import ClusterState, Stage, WorkerState, format_ids, rank_text, with_worker, without
+from nbelastic.core.state import (
+    ClusterState,
+    HostPhase,
+    Stage,
+    WorkerState,
+    format_ids,
+    rank_text,
+    with_worker,
+    without,
+)
 from nbelastic.core.state_holders import holds_newest_state, unassign_kept_state
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
@@ -201,6 +210,9 @@ def _program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, ou
     cluster = with_worker(cluster, replace(worker, job="", state=state, has_state=False, breakpoint_at=""))
     cluster = without(cluster, (w,), "starting", "newcomers")
     if job is None or job.name != name:
+        host = cluster.hosts[w.host]
+        if host.phase is HostPhase.DRAINING or w.slot >= host.spec.slots:
+            return provisioning.stop_workers(cluster, (w,), out)
         return setup_cells.run_next(cluster, w, now, out)
     if stopped or w in job.asked_to_stop:
         leavers = cluster.leaving & {w}

@@ -251,6 +251,7 @@ class Agents:
             "driver_lease": settings.driver_lease if local else None,
             "lease": settings.lease,
             "heartbeat": settings.heartbeat,
+            "notice": settings.limits.timeouts.notice,
             "address": local,
             "nics": settings.nics,
             "path": list(sys.path) if local else [],

@@ -53,8 +53,10 @@ def add_host(spec: HostSpec, by: str) -> ChangeRequest:
     return ChangeRequest(f"add {spec.name}:{spec.slots}", ev.HostAdded(spec, by), outcome)
 
 
-def remove_host(cluster: ClusterState, host: str, now: bool, by: str) -> ChangeRequest:
+def remove_host(cluster: ClusterState, host: str, now: bool, by: str, within: float | None = None) -> ChangeRequest:
     """Done when the host has left. UsageError if there is no host of this name."""
+    if within is not None and not 0 < within < float("inf"):
+        raise UsageError(f"within={within:g}: give a number of seconds greater than 0.")
     known = [*cluster.hosts, *cluster.external_nodes]
     if host not in known:
         raise UsageError(f"there is no host {host!r}; the hosts are {', '.join(known) or 'none'}.")
@@ -65,7 +67,7 @@ def remove_host(cluster: ClusterState, host: str, now: bool, by: str) -> ChangeR
             raise HostError(f"{host} was added again.")
         return None if present is not None or host in cluster.external_nodes else "it has left"
 
-    return ChangeRequest(f"remove {host}{' now' if now else ''}", ev.HostRemoved(host, now, by), outcome)
+    return ChangeRequest(f"remove {host}{' now' if now else ''}", ev.HostRemoved(host, now, by, within), outcome)
 
 
 def restart_worker(cluster: ClusterState, worker: str, by: str) -> ChangeRequest:

@@ -102,6 +102,8 @@ class ReceivedMessages:
                 self._handle_late_report(message)
             case agent_messages.AgentHello():
                 self._handle_agent_hello(message)
+            case agent_messages.AgentEnding(host=host, within=within, reason=reason):
+                self._post(ev.HostRemoved(host, by=reason, within=within))
             case agent_messages.AgentGoodbye(host=host, reason=reason):
                 self._agents.lose(host, reason)
             case agent_messages.AgentSample():

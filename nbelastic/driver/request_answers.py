@@ -180,8 +180,8 @@ class RequestAnswers:
         match request:
             case r.AddHost(host=host, by=by):
                 change = change_requests.add_host(host, by)
-            case r.RemoveHost(host=host, now=now, by=by):
-                change = change_requests.remove_host(cluster, host, now, by)
+            case r.RemoveHost(host=host, now=now, by=by, within=within):
+                change = change_requests.remove_host(cluster, host, now, by, within)
             case r.Scale(min=low, max=high, by=by):
                 change = change_requests.scale(cluster, low, high, True, by)
             case r.Restart(worker=worker, by=by):

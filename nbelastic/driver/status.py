@@ -36,7 +36,7 @@ wall = _WallClock()
 def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float) -> Status:
     """The status of `cluster` at `now` (seconds, the driver's monotonic clock)."""
     ranks = dict(zip(cluster.members, rank_numbers(cluster.members), strict=True))
-    hosts = []
+    hosts, ending = [], cluster.ending
     for host in cluster.hosts.values():
         until = host_backoff_until(host, now)
         phase = "backoff" if until and host.phase == "up" else str(host.phase)
@@ -55,6 +55,7 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
                 memory_total=sample.memory_total if sample else None,
                 gpus=sample.gpus if sample else (),
                 slots_in_backoff=in_backoff,
+                ends_in=max(0.0, ending[host.spec.name].at - now) if host.spec.name in ending else None,
             )
         )
     return Status(

@@ -28,12 +28,15 @@ class ChangeMagics(ClusterMagics):
         "line",
         several("hosts", metavar="HOST", help="the names of hosts"),
         argument("--now", action="store_true", help="remove at once, without waiting for the next commit"),
+        argument(
+            "--in", dest="within", type=float, metavar="S", help="the hosts end in S seconds, whatever still runs there"
+        ),
     )
     def elastic_remove(self, options: Namespace) -> None:
         """Remove hosts. Their workers leave at the next commit. Returns at once."""
         cluster = self._cluster()
         for host in options.hosts:
-            cluster.remove_host(host, now=options.now, by="%elastic_remove")
+            cluster.remove_host(host, now=options.now, by="%elastic_remove", within=options.within)
 
     @magic(
         "line",

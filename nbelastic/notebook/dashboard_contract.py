@@ -43,7 +43,8 @@ class Host(TypedDict):
 
     `backoff_until`: seconds since 1970 at which its back-off ends, 0 if it is not in back-off. `slots_backoff_until`: the
     same for each slot in back-off. `gpus`: for each GPU the percent in use, MB in use, and MB in total. `workers`: by
-    `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have.
+    `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have. `ends_at`: seconds since 1970 at
+    which the host ends, if that was announced.
     """
 
     address: str
@@ -58,6 +59,7 @@ class Host(TypedDict):
     slots_backoff_until: dict[str, float]
     workers: dict[str, WorkerRow]
     copies: NotRequired[dict[str, WorkerCopies]]
+    ends_at: NotRequired[float]
 
 
 class Event(TypedDict):

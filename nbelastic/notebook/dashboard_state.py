@@ -138,7 +138,11 @@ def _host(host: HostStatus, workers: dict[str, WorkerRow], copies: dict[str, Wor
         "slots_backoff_until": until,
         "workers": workers,
     }
-    return {**shown, "copies": copies} if copies else shown
+    if copies:
+        shown["copies"] = copies
+    if host.ends_in is not None:
+        shown["ends_at"] = round(now + host.ends_in, 1)
+    return shown
 
 
 def _worker(worker: WorkerStatus) -> WorkerRow:

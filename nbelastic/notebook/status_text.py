@@ -157,6 +157,8 @@ def _value(value: float | str) -> str:
 
 def _host(host: HostStatus) -> tuple[str, ...]:
     until = f"{host.backoff_until:.0f} s to go" if host.backoff_until > 0 else ""
+    if host.ends_in is not None:
+        until = f"ends within {host.ends_in:.0f} s"
     return host.name, str(host.slots), host.phase, "; ".join(filter(None, (host.reason, until)))
 
 

@@ -49,6 +49,14 @@ class AgentGoodbye(Message):
     reason: str
 
 
+class AgentEnding(Message):
+    """Agent → driver: something ends the agent `within` seconds. Its workers should leave before."""
+
+    host: str
+    within: float
+    reason: str
+
+
 class NodeExited(Message):
     """Agent → driver: the process of a node has ended. `code`: see `WorkerExited`."""
 
@@ -132,6 +140,7 @@ FromAgent = (
     NodeExited
     | AgentHello
     | AgentSample
+    | AgentEnding
     | AgentGoodbye
     | ev.Probed
     | ev.GpusReported

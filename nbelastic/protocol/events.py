@@ -22,11 +22,15 @@ class HostAdded(Event):
 
 
 class HostRemoved(Event):
-    """Client → core: remove this host after its workers have left at a commit; `now`: at once."""
+    """Client or agent → core: remove this host after its workers have left at a commit; `now`: at once.
+
+    `within`: seconds after which the host ends, whether or not they have left; None: they have any time.
+    """
 
     name: str
     now: bool = False
     by: str = ""
+    within: float | None = None
 
 
 class HostsDiscovered(Event):

@@ -196,10 +196,11 @@ class AddHost(ChangeRequest):
 
 
 class RemoveHost(ChangeRequest):
-    """Remove a host after its workers have left at the next commit; `now`: at once."""
+    """Remove a host after its workers have left at the next commit; `now`: at once. `within`: see `HostRemoved`."""
 
     host: str
     now: bool
+    within: float | None = None
 
 
 class Scale(ChangeRequest):

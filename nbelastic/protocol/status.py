@@ -21,7 +21,7 @@ class HostStatus(Struct, frozen=True):
     """A host. `phase`: starting, up, backoff, draining, lost. `backoff_until`: seconds from now; 0.0: no back-off.
 
     `cpu`: percent of all cores together. `memory`: bytes in use, of `memory_total`. All three are None before the first
-    sample. `gpus`: per GPU, utilisation in percent, MB in use, MB in total. `slots_in_backoff`: remaining seconds by slot.
+    sample. `ends_in`: seconds until a draining host ends; None: it was not announced. `gpus`: per GPU, utilisation in percent, MB in use, MB in total. `slots_in_backoff`: remaining seconds by slot.
     """
 
     name: str
@@ -35,6 +35,7 @@ class HostStatus(Struct, frozen=True):
     memory_total: int | None = None
     gpus: tuple[tuple[int, int, int], ...] = ()
     slots_in_backoff: dict[int, float] = {}
+    ends_in: float | None = None
 
 
 class WorkerCopies(Struct, frozen=True):

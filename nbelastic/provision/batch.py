@@ -37,13 +37,15 @@ QUERY_TIMEOUT = 20.0  # seconds that a query of a job's state may take
 POLL = 2.0  # seconds between two queries of the batch system's controller, which many users share
 
 # ipyparallel's own templates start many engines with srun, whose step would have one CPU only. Requeueing is off: the
-# driver would not know an agent that the batch system has started again.
+# driver would not know an agent that the batch system has started again. Before a time limit ends the job, the agent alone
+# gets SIGTERM: from 60 s, plus up to a minute of Slurm's, before.
 _SLURM = """#!/bin/sh
 #SBATCH --job-name={job_name}
 #SBATCH --export=ALL
 #SBATCH --nodes=1
 #SBATCH --cpus-per-task={slots}
 #SBATCH --no-requeue
+#SBATCH --signal=B:TERM@60
 #SBATCH {options}
 exec {program_and_args}
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
+from collections.abc import Iterator
 
 SMALLEST_RANGE = 1600  # ports; from a smaller range none is chosen
 
@@ -34,3 +36,12 @@ def is_free(address: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+@contextlib.contextmanager
+def reserved_port(address: str) -> Iterator[int]:
+    """A free port of `address`, bound meanwhile, so that no other process gets it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        bound.bind((address, 0))
+        yield int(bound.getsockname()[1])

@@ -41,6 +41,7 @@ def configured(folder: Path, **given: Any) -> Config:
         number=1,
         heartbeat=0.1,
         lease=600.0,
+        notice=30.0,
         address="127.0.0.1",
         nics=(),
         run_folder=str(folder),

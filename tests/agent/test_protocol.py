@@ -15,7 +15,7 @@ W, NEXT = WorkerId("a", 0, 1), WorkerId("a", 0, 2)
 
 def with_worker():
     """An agent with a worker of pid 7."""
-    agent = Protocol(30.0)
+    agent = Protocol("a", 30.0, 20.0)
     order = agent_messages.Spawn(W, "/logs", "{}")
     assert agent.handle(order, 0.0) == [Fork(order)]
     assert agent.forked(W, 7) == [Send(ev.WorkerStarted(W, 7))]
@@ -32,7 +32,7 @@ def test_a_worker_starts_and_ends():
 
 def test_a_worker_that_ends_at_once_is_reported():
     """A worker that ends before the agent knows its pid is reported."""
-    agent = Protocol(30.0)
+    agent = Protocol("a", 30.0, 20.0)
     agent.handle(agent_messages.Spawn(W, "/logs", "{}"), 0.0)
     assert agent.exited(W, 1) == [Send(ev.WorkerExited(W, 1))]
 
@@ -55,7 +55,9 @@ def test_a_worker_is_killed_until_it_has_ended():
 
 def test_a_stop_of_an_ended_worker_is_answered():
     """A stop of an ended worker is answered: the driver may not have received the end."""
-    assert Protocol(30.0).handle(agent_messages.StopWorker(W, kill=True), 0.0) == [Send(ev.WorkerExited(W, 0))]
+    assert Protocol("a", 30.0, 20.0).handle(agent_messages.StopWorker(W, kill=True), 0.0) == [
+        Send(ev.WorkerExited(W, 0))
+    ]
 
 
 @pytest.mark.parametrize(("state", "reason"), [("T", "stopped"), ("t", "traced")])
@@ -84,7 +86,7 @@ def test_a_process_in_uninterruptible_sleep_is_reported_after_a_while():
 
 def test_an_older_driver_is_not_answered():
     """The late message of an older driver is ignored after another driver has taken over."""
-    agent = Protocol(30.0)
+    agent = Protocol("a", 30.0, 20.0)
     assert agent.handle(messages.NewDriver(3), 0.0) == [SendHello()]
     assert agent.handle(messages.NewDriver(2), 0.1) == []
     assert agent.handle(messages.NewDriver(3), 0.2) == [SendHello()], "it asks again, as it has not received the answer"
@@ -130,3 +132,40 @@ def test_the_kernel_that_owns_the_cluster_has_ended():
     assert not agent.must_end(heard_at=10.0, now=20.0 + OWNER_ENDED), "the driver may be about to notice it"
     assert agent.must_end(heard_at=10.0, now=20.1 + OWNER_ENDED)
     assert not agent.must_end(heard_at=25.0, now=25.0 + OWNER_ENDED)
+
+
+def test_sigterm_announces_the_end():
+    """The driver learns how long the agent lives; the agent ends by itself only if the driver has not ended it by then."""
+    agent = with_worker()
+    notice = agent_messages.AgentEnding("a", 20.0, "SIGTERM to its agent")
+    assert agent.terminated(100.0) == [Send(notice)]
+    assert agent.check_end(119.0) == []
+    ends = [Send(agent_messages.AgentGoodbye("a", "the time after SIGTERM is over")), End()]
+    assert agent.check_end(120.0) == ends
+
+
+def test_a_second_sigterm_ends_the_agent_at_once():
+    """The driver gets a goodbye, so that the others do not wait for this host."""
+    agent = with_worker()
+    agent.terminated(100.0)
+    assert agent.terminated(101.0) == [
+        Send(agent_messages.AgentGoodbye("a", "its agent received SIGTERM twice")),
+        End(),
+    ]
+
+
+def test_a_new_driver_learns_of_the_end():
+    """After the hello to a new driver comes the announcement, with the time that is left."""
+    agent = with_worker()
+    agent.terminated(100.0)
+    notice = Send(agent_messages.AgentEnding("a", 15.0, "SIGTERM to its agent"))
+    assert agent.handle(messages.NewDriver(1), 105.0) == [SendHello(), notice]
+
+
+def test_a_drain_changes_the_time_and_ends_nothing():
+    """`nbelastic drain` after SIGTERM may shorten the time; it is not the second SIGTERM that ends the agent."""
+    agent = with_worker()
+    agent.terminated(100.0)
+    assert agent.terminated(101.0, within=60.0) == [Send(agent_messages.AgentEnding("a", 19.0, "SIGTERM to its agent"))]
+    assert agent.terminated(102.0, within=5.0) == [Send(agent_messages.AgentEnding("a", 5.0, "SIGTERM to its agent"))]
+    assert agent.check_end(107.0)

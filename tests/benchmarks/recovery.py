@@ -180,13 +180,25 @@ def longest_gap(steps: Steps, since: float, until: float) -> float:
     return max(b - a for a, b in pairwise(times))
 
 
-def planned(count: int) -> dict[str, list[float]]:
+def announce_end(cluster: nbe.Cluster, host: str) -> None:
+    """SIGTERM to the host's agent, as 2 s before its machine ends; then the machine ends: SIGKILL to the agent."""
+    worker = next(w for w in cluster.workers if w.host == host)
+    agent = psutil.Process(worker.pid).parent().parent()
+    agent.terminate()
+    gone, _ = psutil.wait_procs([agent], 2)
+    if not gone:
+        agent.kill()
+
+
+def planned(
+    count: int, remove_host: Callable[[nbe.Cluster, str], object] = nbe.Cluster.remove_host
+) -> dict[str, list[float]]:
     """Add a host of one slot and remove it, while N - 1 workers train; return the longest times between two steps.
 
     `starting` lasts while the new host's template imports torch, on this same machine, where it takes CPU from the
     training. `add` begins when the newcomer is ready.
     """
-    found: dict[str, list[float]] = {"add": [], "remove": [], "starting": [], "undisturbed": [], "lost": []}
+    found: dict[str, list[float]] = {"add": [], "remove": [], "starting": [], "undisturbed": []}
     spans = []
     with training(f"localhost:{N - 1}", min=1) as (cluster, folder):
         cluster.wait(N - 1, timeout=30)
@@ -199,13 +211,14 @@ def planned(count: int) -> dict[str, list[float]]:
             cluster.wait(N, timeout=30)
             time.sleep(0.5)
             times.append(time.time())
-            cluster.remove_host("127.0.0.2")
+            remove_host(cluster, "127.0.0.2")
             cluster.wait(N - 1, timeout=30)
             time.sleep(0.5)
             spans.append([*times, time.time()])
             wait_until(lambda: len(cluster.hosts) == 1)
         steps = steps_in(folder)
         ready = [event.time for event in cluster.events if event.kind == "change-planned"]
+        failures = sum(event.kind in ("world-broken", "host-lost", "worker-lost") for event in cluster.events)
     for begin, add, remove, end in spans:
         change = next(at for at in ready if at > add) - 0.001
         found["undisturbed"].append(longest_gap(steps, begin, add))
@@ -214,6 +227,7 @@ def planned(count: int) -> dict[str, list[float]]:
         found["remove"].append(longest_gap(steps, remove, end))
     numbers = sorted({step["step"] for step in steps})
     found["lost"] = [float(numbers[-1] - numbers[0] + 1 - len(numbers))]
+    found["failures"] = [float(failures)]
     return found
 
 
@@ -300,6 +314,7 @@ def cases(part: int) -> Cases:
         "kill-nccl-1ms": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7, **on_double(abort=0.001)),
         "stop": lambda: faults(signal.SIGSTOP, max(3, 20 // part), 0.7),
         "planned": lambda: planned(max(3, 15 // part)),
+        "announced": lambda: planned(max(5, 50 // part), announce_end),
         "cells": lambda: cells(max(5, 50 // part)),
         "swap": lambda: swap(max(3, 25 // part)),
         "memory": memory,

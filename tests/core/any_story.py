@@ -313,6 +313,7 @@ class AnyStory(RuleBasedStateMachine):
             ev.Scaled(2, None),
             ev.HostAdded(parse_host("g:2", 1)),
             ev.HostRemoved("n"),
+            ev.HostRemoved("n", within=5.0),
         ]
         events += story.answers[:3]
         if story.cluster.active is not None:

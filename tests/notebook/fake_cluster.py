@@ -184,8 +184,8 @@ class FakeCluster:
         hosts = (*self._status.hosts, HostStatus(spec.name, "10.0.0.1", spec.slots, "up", "", 0.0, 12.5, 4_000_000_000))
         self.update(hosts=hosts, workers=self._status.workers + workers, **self._world(first + spec.slots))
 
-    def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
-        self.calls.append(("remove_host", host, now, by))
+    def remove_host(self, host: str, now: bool = False, by: str = "you", *, within: float | None = None) -> None:
+        self.calls.append(("remove_host", host, now, by, *([within] if within else [])))
         if all(one.name != host for one in self._status.hosts):
             raise UsageError(f"there is no host {host!r}.")
         self.record("host-removed", f"{host} will leave at the next commit, by {by}", host=host)

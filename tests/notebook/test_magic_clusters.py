@@ -148,18 +148,19 @@ def test_ctrl_c_ends_the_wait_and_not_the_cluster(ip, magics, cluster, capsys):
 
 def test_requests_are_passed_with_the_magic_they_came_from(ip, magics, cluster, capsys):
     """Add, remove, scale and stop print nothing and return at once."""
-    shown = output_of(
-        ip,
-        capsys,
-        "%elastic_add 127.0.0.2:2 127.0.0.3:1\n%elastic_remove localhost --now\n"
-        "%elastic_scale --min 1 --max 3\n%elastic_stop --job",
+    lines = (
+        "%elastic_add 127.0.0.2:2 127.0.0.3:1",
+        "%elastic_remove localhost --now",
+        "%elastic_remove 127.0.0.2 --in 30",
     )
+    shown = output_of(ip, capsys, "\n".join((*lines, "%elastic_scale --min 1 --max 3", "%elastic_stop --job")))
     assert shown == ""
-    orders = [call for call in cluster.calls if str(call[-1]).startswith("%")]
+    orders = [call for call in cluster.calls if any(str(part).startswith("%") for part in call)]
     assert orders == [
         ("add_host", "127.0.0.2:2", "%elastic_add"),
         ("add_host", "127.0.0.3:1", "%elastic_add"),
         ("remove_host", "localhost", True, "%elastic_remove"),
+        ("remove_host", "127.0.0.2", False, "%elastic_remove", 30.0),
         ("scale", 1, 3, "%elastic_scale"),
         ("stop_job", "%elastic_stop"),
     ]

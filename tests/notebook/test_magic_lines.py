@@ -185,7 +185,7 @@ def test_each_magic_has_help(ip, magics, name):
         ("%elastic_remove localhost --n", {"--now"}),
         ("%elastic_logs --worker localhost/", {"localhost/0#1", "localhost/1#1"}),
         ("%elastic_start --hosts a:2,loc", {"a:2,localhost"}),
-        ("%elastic_remove ", {"localhost", "--now"}),
+        ("%elastic_remove ", {"localhost", "--now", "--in"}),
         ("view = %elastic_logs --ta", {"--tail"}),
         ("%%elastic --s", {"--setup"}),
         ("%%elastic_run --w", {"--wait"}),

@@ -137,19 +137,6 @@ def test_many_deaths_in_a_row(trains):
     assert lost == [f"{victim.id} died (SIGKILL)" for victim in victims]
 
 
-def test_an_agent_receives_sigterm(trains):
-    """SIGTERM to an agent, as a batch system sends it, makes its host lost at once, and ends its workers."""
-    training = trains("localhost:1,127.0.0.2:1", min=1, max=2)
-    victim = next(worker for worker in training.wait_for_world(2) if worker.host == "127.0.0.2")
-    agent = psutil.Process(victim.pid).parent().parent()
-    os.kill(agent.pid, signal.SIGTERM)
-    until(lambda: events(training, "host-lost"))
-    assert "received SIGTERM" in events(training, "host-lost")[0].text
-    until(lambda: not alive(victim.pid) and not alive(agent.pid))
-    training.wait_for_world(2)
-    assert len(training.finish()) == 2
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
     """The others go on without a worker that got SIGSTOP. When it is continued later, it has already been ended."""

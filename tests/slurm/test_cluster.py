@@ -44,6 +44,16 @@ def test_a_cancelled_job_is_a_lost_host(slurm, training):
     training.finish()
 
 
+def test_a_job_that_is_announced_to_end_leaves_before(slurm, training):
+    """Slurm sends SIGTERM to the agent alone, as it does before a time limit: nothing is lost, and the job ends."""
+    training.wait_for_world(3)
+    slurm("scancel", "--batch", "--signal=TERM", jobs(slurm)["nbelastic-two"])
+    training.wait_for_world(2)
+    until(lambda: set(jobs(slurm)) == {"nbelastic-one"})
+    training.finish()
+    assert not {"world-broken", "host-lost"} & {event.kind for event in training.cluster.events}
+
+
 @pytest.fixture
 def start_kept(slurm, tmp_path, monkeypatch):
     """A kernel with a kept cluster whose hosts are jobs, each on its own node. At the end nothing of it is left."""

@@ -15,7 +15,8 @@ export type WorkerCopies = [memory: number, copied_to: string[], keeps: string[]
  *
  * `backoff_until`: seconds since 1970 at which its back-off ends, 0 if it is not in back-off. `slots_backoff_until`: the
  * same for each slot in back-off. `gpus`: for each GPU the percent in use, MB in use, and MB in total. `workers`: by
- * `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have.
+ * `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have. `ends_at`: seconds since 1970 at
+ * which the host ends, if that was announced.
  */
 export interface Host {
   address: string;
@@ -30,6 +31,7 @@ export interface Host {
   slots_backoff_until: Record<string, number>;
   workers: Record<string, WorkerRow>;
   copies: Record<string, WorkerCopies>;
+  ends_at: number;
 }
 
 /**

@@ -88,7 +88,8 @@ export class HostRow {
     setText(this.sign, SIGNS[host.phase] ?? "○");
     setText(this.phase, host.phase);
     setAttribute(this.state, "data-tone", stateTone(host.phase));
-    const left = host.backoff_until > now ? `again in ${duration(host.backoff_until - now)}` : "";
+    let left = host.backoff_until > now ? `again in ${duration(host.backoff_until - now)}` : "";
+    if (host.ends_at) left = `ends in ${duration(Math.max(0, host.ends_at - now))}`;
     setText(this.reason, [host.reason === host.phase ? "" : host.reason, left].filter(Boolean).join(" · "));
     this.cpu.draw(percent(host.cpu), host.cpu);
     const full = host.memory && host.memory_total ? (host.memory * 100) / host.memory_total : null;

@@ -1,0 +1,56 @@
+"""The agents of this user on this machine: each has a file in its folder, by which `nbelastic drain` finds it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from nbelastic.system.folder_paths import user_folder
+from nbelastic.system.private_files import replace_private
+from nbelastic.system.process_identity import identity, is_alive, pid_of
+
+PROCESS = "process"  # the file with the agent's process and host
+NOTICE = "notice"  # the file that says in how many seconds the host ends
+
+
+class RunningAgent(NamedTuple):
+    """`process`: its identity."""
+
+    folder: Path
+    process: str
+    host: str
+
+
+def register(folder: Path, host: str) -> None:
+    """Say that this process is the agent of `host`, and `folder` its own. The file ends with the folder."""
+    replace_private(folder / PROCESS, [f"{identity(os.getpid())} {host}".encode()])
+
+
+def find() -> list[RunningAgent]:
+    """All that run, by host."""
+    found = []
+    for pattern in ("run-*/agent-*", "runs/*/agent-*"):
+        for file in user_folder().glob(f"{pattern}/{PROCESS}"):
+            with suppress(OSError):  # it has just ended
+                process, _, host = file.read_text().partition(" ")
+                found.append(RunningAgent(file.parent, process, host))
+    return sorted((agent for agent in found if is_alive(agent.process)), key=lambda agent: agent.host)
+
+
+def announce_end(agent: RunningAgent, within: float) -> None:
+    """Let the agent's workers leave: the host ends in so many seconds. ProcessLookupError if the agent has ended."""
+    replace_private(agent.folder / NOTICE, [str(within).encode()])
+    os.kill(pid_of(agent.process), signal.SIGTERM)
+
+
+def read_notice(folder: Path) -> float | None:
+    """In the agent, after SIGTERM: in how many seconds the host ends; None if `announce_end` has not sent the signal."""
+    try:
+        within = float((folder / NOTICE).read_text())
+        (folder / NOTICE).unlink()
+    except (OSError, ValueError):
+        return None
+    return within

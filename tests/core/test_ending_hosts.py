@@ -1,0 +1,106 @@
+"""Hosts that are announced to end: their workers leave before, and nothing counts as a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.requests import SAVE_TIME
+from nbelastic.core.state import HostPhase, Stage
+from tests.core.away import Away
+from tests.core.story import Story, wid, with_stage
+
+FAILURES = ("host-lost", "worker-lost", "world-broken", "slot-backoff")
+
+
+def failures(story: Story) -> list[str]:
+    return [text for kind in FAILURES for text in story.records(kind)]
+
+
+@pytest.mark.parametrize("stage", [*Stage])
+def test_an_announced_host_leaves_before_its_end(stage):
+    """Whatever the members do just then: its worker leaves at a commit, the others train on, nothing is lost."""
+    story = with_stage(stage)
+    lost = len(failures(story))
+    story.remove("c", within=30.0).quiet(1.0).commit(3).quiet(20.0)
+    assert story.cluster.stage is Stage.RUNNING
+    assert "c" not in story.cluster.hosts
+    assert not story.cluster.ending
+    assert len(failures(story)) == lost
+    assert "c will leave at the next commit, and ends within 30 s, by a test" in story.records("host-removed")
+
+
+def test_what_has_not_left_in_time_is_killed():
+    """A training that makes no commit goes on without the host at its end, which is not a failure of the host."""
+    story = Story("a:1", "b:1", min=1).run().commit(3)
+    story.remove("b", within=30.0)
+    story.hold_back(story.cluster.members[0])
+    story.wait(29.0)
+    assert story.alive("b") == ["b/0#1"]
+    story.wait(2.0)
+    assert cmd.StopWorker(wid("b/0#1"), kill=True) in story.said
+    story.answer()
+    assert "b" not in story.cluster.hosts
+    assert story.records("host-lost") == []
+
+
+def test_a_later_notice_does_not_give_more_time():
+    """Of several announcements the first end counts."""
+    story = with_stage(Stage.RUNNING).remove("c", within=5.0).remove("c", within=60.0)
+    assert story.cluster.ending["c"].at == story.now + 5.0
+    story.remove("c", within=2.0)
+    assert story.cluster.ending["c"].at == story.now + 2.0
+
+
+def test_discovery_takes_it_back_only_if_it_is_announced_anew():
+    """A host that ends stays away while the discovery lists it; after it has disappeared from the list it may come back."""
+    story = Story(min=1)
+    story.discover("a:1", "b:1")
+    story.answer().remove("b", within=30.0).answer()
+    story.discover("a:1", "b:1")
+    assert list(story.cluster.hosts) == ["a"]
+    story.discover("a:1")
+    story.discover("a:1", "b:1")
+    assert list(story.cluster.hosts) == ["a", "b"]
+
+
+def test_a_host_that_is_added_again_does_not_end():
+    """An addition by a client cancels the drain and its deadline."""
+    story = with_stage(Stage.RUNNING).remove("c", within=30.0).add("c:1")
+    assert story.cluster.hosts["c"].phase is HostPhase.UP
+    story.quiet(60.0)
+    assert len(story.names) == 3
+
+
+def test_a_newcomer_takes_over_from_the_last_host():
+    """The only host with the training state trains on until another one has the state, if that comes in time."""
+    story = Story("a:1", min=1).run().commit(3)
+    story.remove("a", within=60.0).quiet(5.0)
+    assert story.names == ["a/0#1"]
+    story.add("b:1").quiet(5.0).commit(3).quiet(5.0)
+    assert story.names == ["b/0#1"]
+    assert list(story.cluster.hosts) == ["b"]
+    assert failures(story) == []
+
+
+def test_without_another_host_the_training_is_stopped_in_time_to_save_it():
+    """The job ends as stopped some seconds before the host does, so that rank 0 can write a last checkpoint."""
+    story = Story("a:1", min=1).run().commit(3)
+    story.remove("a", within=60.0).quiet(60.0 - SAVE_TIME - 1.0)
+    assert story.job.outcome == ""
+    story.wait(2.0)
+    assert story.job.outcome == "stopped"
+    assert story.job.reason == "only hosts that end hold the training state: a"
+    assert story.alive("a") == ["a/0#1"], "its program may still write a checkpoint"
+    story.answer()
+    assert list(story.cluster.hosts) == []
+
+
+def test_a_new_driver_knows_the_end():
+    """The deadline of a host outlives the driver."""
+    story = Story("a:1", "b:1", min=1).run().commit(3).remove("b", within=30.0)
+    end = story.cluster.ending
+    Away(story).new_driver()
+    assert story.cluster.ending == end
+    story.quiet(1.0).commit(3).quiet(5.0)
+    assert list(story.cluster.hosts) == ["a"]
