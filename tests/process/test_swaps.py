@@ -252,7 +252,7 @@ def test_workers_that_join_after_a_swap_write_checkpoints(make, tmp_path):
         training.signal_worker(training.wait_for_world(2)[0])
     training.wait_for_world(2)
     last = training.finish()[0]["step"]
-    assert [path.name for path in saved.iterdir()][-1:] == [f"000001-commit-{last}"]
+    assert any(path.name.endswith(f"-commit-{last}") for path in saved.iterdir())
 
 
 @pytest.mark.parametrize("during", ["the trial", "the training"])
