@@ -71,7 +71,7 @@ class Protocol:
         `notice`: seconds between SIGTERM and its end.
         """
         self._host, self._lease, self._notice = host, lease, notice
-        self._ends_at: float | None = None  # after SIGTERM
+        self._ends_at: float | None = None  # after SIGTERM, unless the driver cancels that
         self._owner_ended_at: float | None = None
         self.cluster_ended = False  # its files were removed
         self._workers: dict[WorkerId, _Worker] = {}
@@ -105,6 +105,8 @@ class Protocol:
                 for worker in self._workers.values():
                     worker.frozen = 0  # so that the new driver receives it, too
                 return [SendHello(), *self._announce_end(now)]
+            case agent_messages.CancelEnd():
+                self._ends_at = None
             case agent_messages.StopAgent():
                 return [End()]
         return []

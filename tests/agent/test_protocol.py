@@ -154,6 +154,16 @@ def test_a_second_sigterm_ends_the_agent_at_once():
     ]
 
 
+def test_the_driver_cancels_the_end():
+    """A host that was added again goes on. Another SIGTERM announces its end as the first one has."""
+    agent = with_worker()
+    agent.terminated(100.0)
+    agent.handle(agent_messages.CancelEnd(), 105.0)
+    assert agent.check_end(200.0) == []
+    assert agent.handle(messages.NewDriver(1), 200.0) == [SendHello()]
+    assert agent.terminated(201.0) == [Send(agent_messages.AgentEnding("a", 20.0, "SIGTERM to its agent"))]
+
+
 def test_a_new_driver_learns_of_the_end():
     """After the hello to a new driver comes the announcement, with the time that is left."""
     agent = with_worker()

@@ -65,8 +65,9 @@ def test_discovery_takes_it_back_only_if_it_is_announced_anew():
 
 
 def test_a_host_that_is_added_again_does_not_end():
-    """An addition by a client cancels the drain and its deadline."""
+    """An addition by a client cancels the drain and its deadline, also the agent's own one after SIGTERM."""
     story = with_stage(Stage.RUNNING).remove("c", within=30.0).add("c:1")
+    assert story.last(cmd.CancelEnd) == cmd.CancelEnd("c")
     assert story.cluster.hosts["c"].phase is HostPhase.UP
     story.quiet(60.0)
     assert len(story.names) == 3
