@@ -65,7 +65,7 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     if host.phase is HostPhase.DRAINING and not event.now:
         return cluster
     how = "at once" if event.now else "at the next commit"
-    how += f", and ends within {event.within:g} s" if event.within is not None else ""
+    how += f", and ends within {round(event.within, 1):g} s" if event.within is not None else ""
     cluster = host_lifecycle.drain(cluster, name, how, by, out)
     workers = workers_on(cluster, name)
     if event.now:

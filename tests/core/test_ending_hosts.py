@@ -97,6 +97,12 @@ def test_without_another_host_the_training_is_stopped_in_time_to_save_it():
     assert list(story.cluster.hosts) == []
 
 
+def test_the_text_has_no_needless_digits():
+    """An agent announces its end again to a new driver, with the time that is left."""
+    story = with_stage(Stage.RUNNING).remove("c", within=38.77521)
+    assert story.records("host-removed")[-1].endswith("and ends within 38.8 s, by a test")
+
+
 def test_a_new_driver_knows_the_end():
     """The deadline of a host outlives the driver."""
     story = Story("a:1", "b:1", min=1).run().commit(3).remove("b", within=30.0)
