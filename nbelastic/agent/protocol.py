@@ -111,11 +111,11 @@ class Protocol:
                 return [End()]
         return []
 
-    def terminated(self, now: float) -> list[Action]:
-        """SIGTERM: the agent will end, but its workers may leave at a commit before. At the second one it ends at once."""
+    def terminated(self, at: float, now: float) -> list[Action]:
+        """SIGTERM came: the agent will end, but its workers may leave at a commit before. At the second one it ends at once."""
         if self._ends_at is not None:
             return [Send(agent_messages.AgentGoodbye(self._host, "its agent received SIGTERM twice")), End()]
-        self._ends_at = now + self._notice
+        self._ends_at = at + self._notice
         return self._announce_end(now)
 
     def _announce_end(self, now: float) -> list[Action]:
