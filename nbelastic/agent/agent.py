@@ -96,7 +96,7 @@ class Agent:
             WorkerId, tuple[agent_messages.Spawn, float]
         ] = {}  # for memory of their GPUs, and until when
         self._done = False
-        self._terminated = 0  # signals SIGTERM that are not handled yet
+        self._terminated: list[float] = []  # when signals SIGTERM came that are not handled yet
         # When the process last continued after it was stopped. Messages that the driver sent meanwhile are not read yet.
         self._continued_at = 0.0
         self._protocol = Protocol(config.host, config.lease, config.notice)
@@ -227,8 +227,8 @@ class Agent:
 
     def _check_end(self, now: float) -> None:
         while self._terminated:
-            self._terminated -= 1
-            self._carry_out(self._protocol.terminated(now, running_agents.read_notice(self._folder)))
+            at = self._terminated.pop(0)  # the main thread may have waited for the template since
+            self._carry_out(self._protocol.terminated(at, now, running_agents.read_notice(self._folder)))
         self._carry_out(self._protocol.check_end(now))
 
     def _main_thread_runs(self) -> bool:
@@ -265,7 +265,7 @@ class Agent:
 
     def _on_sigterm(self) -> None:
         """A batch system, an administrator or a shutdown will end this process."""
-        self._terminated += 1
+        self._terminated.append(time.monotonic())
         os.eventfd_write(self._wake, 1)
 
     def _handle_messages(self) -> None:

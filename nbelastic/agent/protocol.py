@@ -71,7 +71,7 @@ class Protocol:
         `notice`: seconds between SIGTERM and its end.
         """
         self._host, self._lease, self._notice = host, lease, notice
-        self._ends_at: float | None = None  # after SIGTERM
+        self._ends_at: float | None = None  # after SIGTERM, unless the driver cancels that
         self._owner_ended_at: float | None = None
         self.cluster_ended = False  # its files were removed
         self._workers: dict[WorkerId, _Worker] = {}
@@ -105,18 +105,20 @@ class Protocol:
                 for worker in self._workers.values():
                     worker.frozen = 0  # so that the new driver receives it, too
                 return [SendHello(), *self._announce_end(now)]
+            case agent_messages.CancelEnd():
+                self._ends_at = None
             case agent_messages.StopAgent():
                 return [End()]
         return []
 
-    def terminated(self, now: float, within: float | None = None) -> list[Action]:
-        """SIGTERM: the agent will end, but its workers may leave at a commit before. At the second one it ends at once.
+    def terminated(self, at: float, now: float, within: float | None = None) -> list[Action]:
+        """SIGTERM came: the agent will end, but its workers may leave at a commit before. At the second one it ends at once.
 
         `within`: seconds in which the host ends, if that was said; then a second one only changes the time.
         """
         if self._ends_at is not None and within is None:
             return [Send(agent_messages.AgentGoodbye(self._host, "its agent received SIGTERM twice")), End()]
-        end = now + (self._notice if within is None else within)
+        end = at + (self._notice if within is None else within)
         self._ends_at = end if self._ends_at is None else min(end, self._ends_at)
         return self._announce_end(now)
 

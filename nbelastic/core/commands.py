@@ -22,6 +22,12 @@ class StopAgent(Command):
     host: str
 
 
+class CancelEnd(Command):
+    """The agent of `host` goes on, if it was to end: the host was added again."""
+
+    host: str
+
+
 class Probe(Command):
     """The agent of `host` finds out at which of these addresses the prober of `target` answers: see `Probed`."""
 

@@ -72,7 +72,8 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 def _next_end(cluster: ClusterState) -> float:
     """When something is due for a host that was announced to end."""
-    return min((min(ending.at, ending.save_at) for ending in cluster.ending.values()), default=NEVER)
+    times = ((ending.at if ending.save_at is None else ending.save_at) for ending in cluster.ending.values())
+    return min(times, default=NEVER)
 
 
 def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

@@ -119,13 +119,18 @@ def fail_too_few(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
 
 
 def staying(cluster: ClusterState) -> tuple[WorkerId, ...]:
-    """Members that need not leave. If only leavers hold the training state, the first of them stays, as rank 0."""
+    """Members that need not leave. If only leavers hold the training state, one of them stays, as rank 0.
+
+    That is the first of those on the host that is announced to end last, or not to end.
+    """
     if not cluster.leaving:
         return cluster.members
     keep = tuple(w for w in cluster.members if w not in cluster.leaving)
     if any(cluster.workers[w].has_state for w in keep):
         return keep
-    holder = next((w for w in cluster.members if cluster.workers[w].has_state), None)
+    holders = (w for w in cluster.members if cluster.workers[w].has_state)
+    ends = {host: ending.at for host, ending in cluster.ending.items()}
+    holder = max(holders, key=lambda w: ends.get(w.host, NEVER), default=None)
     return (holder, *keep) if holder else keep
 
 

@@ -33,6 +33,8 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     host = replace(old, spec=spec, phase=phase, failures=0, retry_at=0.0, by_hand=by_hand, reason=reason)
     out.append(cmd.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
     cluster = with_host(cluster, with_slots(host, slots))
+    if spec.name in cluster.ending:
+        out.append(cmd.CancelEnd(spec.name))
     kept = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
     cluster = replace(forget_end(cluster, spec.name), leaving=cluster.leaving - kept)
     surplus = [w for w in workers_on(cluster, spec.name) if w.slot >= spec.slots]

@@ -18,13 +18,24 @@ from nbelastic.protocol.ids import WorkerId
 
 
 def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float, out: Commands) -> ClusterState:
-    """Let members leave with the next reconfiguration, and stop the other workers at once."""
-    chosen = frozenset(workers)
+    """Let members leave with the next reconfiguration, and stop the other workers at once.
+
+    Programs of an ended job may still write a last checkpoint. Their workers are stopped when they have ended.
+    """
+    chosen = frozenset(workers).difference(_lingering(cluster))
     members = chosen & cluster.member_set
     if members - cluster.leaving and not cluster.newcomers:
         cluster = replace(cluster, settling_since=now)
     cluster = replace(cluster, leaving=cluster.leaving | members)
     return stop_workers(cluster, sorted(chosen - members), out)
+
+
+def _lingering(cluster: ClusterState) -> list[WorkerId]:
+    """Workers whose job has ended, but not their programs."""
+    if not cluster.linger_until:
+        return []
+    name = cluster.active.name if cluster.active is not None else ""
+    return [w for w, worker in cluster.workers.items() if worker.job and worker.job != name]
 
 
 def stop_workers(cluster: ClusterState, ids: Iterable[WorkerId], out: Commands, *, kill: bool = False) -> ClusterState:

@@ -13,7 +13,6 @@ from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import ClusterState, Ending, HostPhase
 from nbelastic.core.state_holders import alone_holds_state, state_lives
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
 SAVE_TIME = 10.0  # seconds before its last host ends in which a training may write a checkpoint; half of a short notice
@@ -66,7 +65,7 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     if host.phase is HostPhase.DRAINING and not event.now:
         return cluster
     how = "at once" if event.now else "at the next commit"
-    how += f", and ends within {event.within:g} s" if event.within is not None else ""
+    how += f", and ends within {round(event.within, 1):g} s" if event.within is not None else ""
     cluster = host_lifecycle.drain(cluster, name, how, by, out)
     workers = workers_on(cluster, name)
     if event.now:
@@ -82,12 +81,14 @@ def end_announced_hosts(cluster: ClusterState, now: float, out: Commands) -> Clu
 
     Some seconds earlier, stop a training whose state only such hosts hold: it may write a checkpoint.
     """
-    if any(now >= ending.save_at for ending in cluster.ending.values()):
-        saved = {n: replace(ending, save_at=NEVER) for n, ending in cluster.ending.items() if now >= ending.save_at}
+    due = {n: ending for n, ending in cluster.ending.items() if ending.save_at is not None and now >= ending.save_at}
+    if due:
+        saved = {name: replace(ending, save_at=None) for name, ending in due.items()}
         cluster = replace(cluster, ending=cluster.ending | saved)
-        last = [w for name in cluster.ending if name in cluster.hosts for w in workers_on(cluster, name)]
+        soon = [n for n, ending in cluster.ending.items() if ending.save_at is None and n in cluster.hosts]
+        last = [w for name in soon for w in workers_on(cluster, name)]
         if cluster.active is not None and not state_lives(cluster, last):
-            reason = f"only hosts that end hold the training state: {', '.join(cluster.ending)}"
+            reason = f"only hosts that end hold the training state: {', '.join(soon)}"
             cluster = jobs.end(cluster, "stopped", reason, now, out)
     for name in [name for name, ending in cluster.ending.items() if now >= ending.at]:
         cluster = host_lifecycle.forget_end(cluster, name)

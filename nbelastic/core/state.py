@@ -94,10 +94,10 @@ class Host(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold, to save it."""
+    """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over."""
 
     at: float
-    save_at: float
+    save_at: float | None
 
 
 class Stall(Struct, frozen=True):

@@ -163,7 +163,9 @@ class Agents:
                 self._record(cmd.Record("gate-started", text))
 
     def execute(
-        self, command: cmd.StartAgent | cmd.StopAgent | cmd.StartWorker | cmd.StopWorker, log_dir: Path
+        self,
+        command: cmd.StartAgent | cmd.StopAgent | cmd.CancelEnd | cmd.StartWorker | cmd.StopWorker,
+        log_dir: Path,
     ) -> None:
         """Carry out a command of the core. `log_dir`: where a new worker writes its output."""
         match command:
@@ -171,6 +173,8 @@ class Agents:
                 self._start(spec)
             case cmd.StopAgent(host=host):
                 self._stop(host)
+            case cmd.CancelEnd(host=host):
+                self.send(host, agent_messages.CancelEnd())
             case cmd.StartWorker():
                 self.spawner.spawn(command, log_dir)
             case cmd.StopWorker(worker=w, kill=kill):

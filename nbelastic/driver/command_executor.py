@@ -48,7 +48,7 @@ class CommandExecutor:
         """Carry out a command. TypeError for an unknown one."""
         send = self._workers.send
         match command:
-            case cmd.StartAgent() | cmd.StopAgent() | cmd.StartWorker() | cmd.StopWorker():
+            case cmd.StartAgent() | cmd.StopAgent() | cmd.CancelEnd() | cmd.StartWorker() | cmd.StopWorker():
                 self._agents.execute(command, self._job_log_dir())
             case cmd.RunSetup():
                 self._cells.run_setup(command)

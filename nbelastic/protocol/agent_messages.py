@@ -85,6 +85,10 @@ class StopAgent(Message):
     """Driver → agent: end all workers, then yourself."""
 
 
+class CancelEnd(Message):
+    """Driver → agent: go on, if you were to end after SIGTERM: see `AgentEnding`."""
+
+
 class Probe(Message):
     """Driver → agent: test at which `addresses` the prober of the host `target` answers, and report them with `Probed`."""
 
@@ -150,4 +154,6 @@ FromAgent = (
 )
 
 
-ToAgent = NewDriver | StartNode | StopNode | Spawn | StopWorker | StopAgent | Probe | Rehome | DeleteKeptState
+ToAgent = (
+    NewDriver | StartNode | StopNode | Spawn | StopWorker | StopAgent | CancelEnd | Probe | Rehome | DeleteKeptState
+)

@@ -138,7 +138,7 @@ def test_sigterm_announces_the_end():
     """The driver learns how long the agent lives; the agent ends by itself only if the driver has not ended it by then."""
     agent = with_worker()
     notice = agent_messages.AgentEnding("a", 20.0, "SIGTERM to its agent")
-    assert agent.terminated(100.0) == [Send(notice)]
+    assert agent.terminated(100.0, 100.0) == [Send(notice)]
     assert agent.check_end(119.0) == []
     ends = [Send(agent_messages.AgentGoodbye("a", "the time after SIGTERM is over")), End()]
     assert agent.check_end(120.0) == ends
@@ -147,17 +147,33 @@ def test_sigterm_announces_the_end():
 def test_a_second_sigterm_ends_the_agent_at_once():
     """The driver gets a goodbye, so that the others do not wait for this host."""
     agent = with_worker()
-    agent.terminated(100.0)
-    assert agent.terminated(101.0) == [
+    agent.terminated(100.0, 100.0)
+    assert agent.terminated(101.0, 101.0) == [
         Send(agent_messages.AgentGoodbye("a", "its agent received SIGTERM twice")),
         End(),
     ]
 
 
+def test_the_notice_begins_with_the_signal():
+    """Time in which the agent could not handle the signal, as it waited for the template, is not added."""
+    agent = with_worker()
+    assert agent.terminated(100.0, 113.0) == [Send(agent_messages.AgentEnding("a", 7.0, "SIGTERM to its agent"))]
+
+
+def test_the_driver_cancels_the_end():
+    """A host that was added again goes on. Another SIGTERM announces its end as the first one has."""
+    agent = with_worker()
+    agent.terminated(100.0, 100.0)
+    agent.handle(agent_messages.CancelEnd(), 105.0)
+    assert agent.check_end(200.0) == []
+    assert agent.handle(messages.NewDriver(1), 200.0) == [SendHello()]
+    assert agent.terminated(201.0, 201.0) == [Send(agent_messages.AgentEnding("a", 20.0, "SIGTERM to its agent"))]
+
+
 def test_a_new_driver_learns_of_the_end():
     """After the hello to a new driver comes the announcement, with the time that is left."""
     agent = with_worker()
-    agent.terminated(100.0)
+    agent.terminated(100.0, 100.0)
     notice = Send(agent_messages.AgentEnding("a", 15.0, "SIGTERM to its agent"))
     assert agent.handle(messages.NewDriver(1), 105.0) == [SendHello(), notice]
 
@@ -165,7 +181,7 @@ def test_a_new_driver_learns_of_the_end():
 def test_a_drain_changes_the_time_and_ends_nothing():
     """`nbelastic drain` after SIGTERM may shorten the time; it is not the second SIGTERM that ends the agent."""
     agent = with_worker()
-    agent.terminated(100.0)
-    assert agent.terminated(101.0, within=60.0) == [Send(agent_messages.AgentEnding("a", 19.0, "SIGTERM to its agent"))]
-    assert agent.terminated(102.0, within=5.0) == [Send(agent_messages.AgentEnding("a", 5.0, "SIGTERM to its agent"))]
+    agent.terminated(100.0, 100.0)
+    assert agent.terminated(101.0, 101.0, within=60.0) == [Send(agent_messages.AgentEnding("a", 19.0, "SIGTERM to its agent"))]
+    assert agent.terminated(102.0, 102.0, within=5.0) == [Send(agent_messages.AgentEnding("a", 5.0, "SIGTERM to its agent"))]
     assert agent.check_end(107.0)

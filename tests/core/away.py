@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+import msgspec
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.cluster_snapshot import snapshot_of
+from nbelastic.core.cluster_snapshot import SavedCluster, snapshot_of
 from nbelastic.core.state import ClusterState, Stage
 from nbelastic.core.step import step
 from nbelastic.core.takeover import resume
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.worker_messages import WorkerReport
 from tests.core.fakes import FakeWorker
 from tests.core.invariants import check
@@ -30,6 +32,11 @@ DISTURBING = (
     cmd.RunProgram,
     cmd.StartWorker,
 )
+
+
+def _saved(story: Story) -> SavedCluster:
+    """What the next driver reads in the file."""
+    return msgspec.json.decode(encode(snapshot_of(story.cluster)), type=SavedCluster)
 
 
 class Away:
@@ -49,11 +56,11 @@ class Away:
         held: Collection[WorkerId] = (),
     ) -> None:
         self._story = story
-        self.saved = snapshot_of(story.cluster)
+        self.saved = _saved(story)
         if last is not None:
             story.note_sent(last)
             story.cluster, commands = step(story.cluster, last, story.now)
-            self.saved = snapshot_of(story.cluster) if written else self.saved
+            self.saved = _saved(story) if written else self.saved
             for command in list(_one_by_one(commands))[:reached]:
                 story._obey(command)
         for w in held:

@@ -87,6 +87,11 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
     if {w for w, worker in workers.items() if worker.state is WorkerState.FAILED} != cluster.failed:
         yield "`failed` is not who has failed"
     yield from _faults_of_setup(cluster)
+    draining = {name for name, host in cluster.hosts.items() if host.phase is HostPhase.DRAINING}
+    if not cluster.ending.keys() <= draining:
+        yield f"{cluster.ending.keys() - draining} are announced to end, and do not drain"
+    if any(now > ending.at for ending in cluster.ending.values()):
+        yield "a host is kept beyond its end"
     for host in cluster.hosts.values():
         busy = {WorkerId(host.spec.name, i, slot.incarnation) for i, slot in enumerate(host.slots) if slot.busy}
         if busy != {w for w in alive if w.host == host.spec.name}:

@@ -65,8 +65,9 @@ def test_discovery_takes_it_back_only_if_it_is_announced_anew():
 
 
 def test_a_host_that_is_added_again_does_not_end():
-    """An addition by a client cancels the drain and its deadline."""
+    """An addition by a client cancels the drain and its deadline, also the agent's own one after SIGTERM."""
     story = with_stage(Stage.RUNNING).remove("c", within=30.0).add("c:1")
+    assert story.last(cmd.CancelEnd) == cmd.CancelEnd("c")
     assert story.cluster.hosts["c"].phase is HostPhase.UP
     story.quiet(60.0)
     assert len(story.names) == 3
@@ -96,6 +97,12 @@ def test_without_another_host_the_training_is_stopped_in_time_to_save_it():
     assert list(story.cluster.hosts) == []
 
 
+def test_the_text_has_no_needless_digits():
+    """An agent announces its end again to a new driver, with the time that is left."""
+    story = with_stage(Stage.RUNNING).remove("c", within=38.77521)
+    assert story.records("host-removed")[-1].endswith("and ends within 38.8 s, by a test")
+
+
 def test_a_new_driver_knows_the_end():
     """The deadline of a host outlives the driver."""
     story = Story("a:1", "b:1", min=1).run().commit(3).remove("b", within=30.0)
@@ -104,3 +111,46 @@ def test_a_new_driver_knows_the_end():
     assert story.cluster.ending == end
     story.quiet(1.0).commit(3).quiet(5.0)
     assert list(story.cluster.hosts) == ["a"]
+
+
+def test_a_driver_can_take_over_after_the_training_was_stopped():
+    """The next driver can read when the hosts end, also those whose training was stopped to be saved."""
+    story = Story("a:1", min=1).run().commit(3).remove("a", within=30.0)
+    story.wait(21.0)
+    assert story.job.outcome == "stopped"
+    end = story.cluster.ending["a"].at
+    Away(story).new_driver()
+    assert story.cluster.ending["a"].at == end
+    story.answer()
+    assert list(story.cluster.hosts) == []
+
+
+def test_a_last_checkpoint_is_not_cut_off():
+    """A host whose job has ended leaves when its program has ended, too."""
+    story = Story("a:1", "b:1", min=1).run().commit(3)
+    mark = len(story.said)
+    story.stop_job().remove("a", within=30.0)
+    assert story.commands(cmd.StopWorker, mark) == []
+    story.answer()
+    assert list(story.cluster.hosts) == ["b"]
+
+
+@pytest.mark.parametrize(("first", "last"), ["ab", "ba"])
+def test_the_host_that_ends_last_trains_on(first, last):
+    """If all hosts were announced to end, each leaves before its own end. The job is stopped only before the last one."""
+    story = Story("a:1", "b:1", min=1).run().commit(3)
+    story.remove(first, within=30.0).remove(last, within=300.0).quiet(5.0).commit(3).quiet(280.0 - SAVE_TIME)
+    assert story.names == [f"{last}/0#1"]
+    assert list(story.cluster.hosts) == [last]
+    assert failures(story) == []
+    story.quiet(15.0)
+    assert story.job.reason == f"only hosts that end hold the training state: {last}"
+
+
+def test_a_host_that_could_not_leave_does_not_stop_the_others():
+    """The job is not stopped for a host whose workers do not leave, while another one has much time left."""
+    story = Story("a:1", "b:1", min=1).run().commit(3)
+    story.hold_back(story.cluster.members[0])
+    story.remove("a", within=30.0).remove("b", within=300.0)
+    story.wait(25.0)
+    assert story.job.outcome == ""
