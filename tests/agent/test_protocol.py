@@ -182,6 +182,10 @@ def test_a_drain_changes_the_time_and_ends_nothing():
     """`nbelastic drain` after SIGTERM may shorten the time; it is not the second SIGTERM that ends the agent."""
     agent = with_worker()
     agent.terminated(100.0, 100.0)
-    assert agent.terminated(101.0, 101.0, within=60.0) == [Send(agent_messages.AgentEnding("a", 19.0, "SIGTERM to its agent"))]
-    assert agent.terminated(102.0, 102.0, within=5.0) == [Send(agent_messages.AgentEnding("a", 5.0, "SIGTERM to its agent"))]
+    assert agent.terminated(101.0, 101.0, within=60.0) == [
+        Send(agent_messages.AgentEnding("a", 19.0, "SIGTERM to its agent"))
+    ]
+    assert agent.terminated(102.0, 102.0, within=5.0) == [
+        Send(agent_messages.AgentEnding("a", 5.0, "SIGTERM to its agent"))
+    ]
     assert agent.check_end(107.0)
