@@ -37,6 +37,7 @@ def config_of(observed, server, keys):
         "keys": msgspec.to_builtins(keys.for_clients()),
         "driver_lease": None,
         "lease": 30.0,
+        "notice": 30.0,
         "heartbeat": 1.0,
         "address": "",
         "nics": [],
