@@ -50,7 +50,7 @@ class AnyStory(RuleBasedStateMachine):
             cooldown=cooldown,
             elastic_timeout=1000.0,
             stall=stall,
-            timeouts=Timeouts(step=300.0, recover_working=120.0, sync=300.0),
+            timeouts=Timeouts(step=300.0, program=300.0, recover_working=120.0, sync=300.0),
         )
         self.story.addresses = dict(network)
         self.jobs = self.cells = self.programs = 0

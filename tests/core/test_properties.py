@@ -235,6 +235,8 @@ class EveryStory(AnyStory):
             asked and cluster.postponements and story.silent & cluster.member_set
         ):  # it alone holds the state, and never answers
             return
+        if cluster.stage is Stage.HALTED and cluster.awaiting == story.stuck & cluster.member_set == cluster.member_set:
+            return  # no member waits for another, as while they train: only `stall` would tell
         size = len(cluster.members)
         if cluster.stage is Stage.RUNNING:
             best = int(min(limits.most, len(able)))
