@@ -16,6 +16,7 @@ from nbelastic.client.doctor import examine
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.notebook.status_text import ClusterList, FindingList, StatusView, limits
 from nbelastic.system import running_agents, versions
+from nbelastic.system.argument_types import check_time_left
 from nbelastic.system.terminal_text import remove_controls
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as in shells
@@ -98,14 +99,12 @@ def _remove(options: Namespace) -> None:
 
 
 def _drain(options: Namespace) -> None:
-    if not 0 < options.within < float("inf"):
-        raise UsageError(f"--in {options.within:g}: give a number of seconds greater than 0.")
-    agents = running_agents.find()
+    check_time_left("--in", options.within)
+    agents = [one for one in running_agents.find() if running_agents.announce_end(one, options.within)]
+    for agent in agents:
+        print(f"{agent.host}: its workers leave at the next commit; it ends in {options.within:g} s.")
     if not agents:
         raise HostError("no agent of yours runs on this machine: run this on a host of the cluster.")
-    for agent in agents:
-        running_agents.announce_end(agent, options.within)
-        print(f"{agent.host}: its workers leave at the next commit; it ends in {options.within:g} s.")
 
 
 def _for_each(cluster: Cluster, hosts: Sequence[str], change: Callable[[str], str]) -> None:

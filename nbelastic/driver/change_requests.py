@@ -20,6 +20,7 @@ from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.requests import DashboardAction
 from nbelastic.protocol.settings import check_bounds
 from nbelastic.protocol.status import RequestStatus
+from nbelastic.system.argument_types import check_time_left
 
 SHOWN = 8  # requests that the status shows
 MAX_UNDER_WAY = 32  # protects the driver from a page that sends requests without end
@@ -55,8 +56,8 @@ def add_host(spec: HostSpec, by: str) -> ChangeRequest:
 
 def remove_host(cluster: ClusterState, host: str, now: bool, by: str, within: float | None = None) -> ChangeRequest:
     """Done when the host has left. UsageError if there is no host of this name."""
-    if within is not None and not 0 < within < float("inf"):
-        raise UsageError(f"within={within:g}: give a number of seconds greater than 0.")
+    if within is not None:
+        check_time_left("within", within)
     known = [*cluster.hosts, *cluster.external_nodes]
     if host not in known:
         raise UsageError(f"there is no host {host!r}; the hosts are {', '.join(known) or 'none'}.")

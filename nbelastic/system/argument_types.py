@@ -42,5 +42,11 @@ def check_optional(name: str, value: object, kind: Kind) -> None:
         check_kind(name, value, kind)
 
 
+def check_time_left(name: str, seconds: float) -> None:
+    """UsageError if nothing can end in so many seconds."""
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{name}={seconds:g}: give a number of seconds greater than 0.")
+
+
 def _article(kind: str) -> str:
     return "None" if kind == "NoneType" else f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

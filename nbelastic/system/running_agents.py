@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from nbelastic.system.folder_paths import user_folder
 from nbelastic.system.private_files import replace_private
-from nbelastic.system.process_identity import identity, is_alive, pid_of
+from nbelastic.system.process_identity import identity, is_alive, pidfd_of
 
 PROCESS = "process"  # the file with the agent's process and host
 NOTICE = "notice"  # the file that says in how many seconds the host ends
@@ -40,10 +40,20 @@ def find() -> list[RunningAgent]:
     return sorted((agent for agent in found if is_alive(agent.process)), key=lambda agent: agent.host)
 
 
-def announce_end(agent: RunningAgent, within: float) -> None:
-    """Let the agent's workers leave: the host ends in so many seconds. ProcessLookupError if the agent has ended."""
-    replace_private(agent.folder / NOTICE, [str(within).encode()])
-    os.kill(pid_of(agent.process), signal.SIGTERM)
+def announce_end(agent: RunningAgent, within: float) -> bool:
+    """Let the agent's workers leave: the host ends in so many seconds. Returns False if the agent has ended."""
+    try:
+        fd = pidfd_of(agent.process)
+    except ProcessLookupError:
+        return False
+    try:
+        replace_private(agent.folder / NOTICE, [str(within).encode()])
+        signal.pidfd_send_signal(fd, signal.SIGTERM)
+    except (FileNotFoundError, ProcessLookupError):  # it removes its folder, then ends
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def read_notice(folder: Path) -> float | None:
