@@ -8,9 +8,7 @@ import tempfile
 
 import psutil
 import pytest
-import torch
 
-import nbelastic as nbe
 from nbelastic.cli.main import main
 from tests.support.processes import alive
 from tests.support.waiting import until
@@ -61,31 +59,17 @@ def test_a_second_sigterm_ends_the_agent_at_once(trains):
     assert "no worker is left that holds the training state" in str(training.job.exception(timeout=20))
 
 
-def test_the_last_host_is_saved_in_a_checkpoint(make, tmp_path):
+def test_the_last_host_is_saved_in_a_checkpoint(trains, tmp_path):
     """Without another host the job is stopped before its only host ends, and its last commit is in a checkpoint."""
-
-    def program():
-        import time
-
-        state = nbe.TorchState(model=torch.nn.Linear(2, 2), step=0)
-
-        @nbe.elastic
-        def train(state):
-            while True:
-                state.step += 1
-                state.commit()
-                time.sleep(0.01)
-
-        train(state)
-
-    cluster = make("127.0.0.2:1", min=1, timeouts={"notice": 4.0})
-    job = cluster.run(program, checkpoint=tmp_path / "kept", checkpoint_every=10**6)
-    until(lambda: (cluster.status().step or 0) > 5)
-    os.kill(agent_of(cluster, "127.0.0.2"), signal.SIGTERM)
-    error = job.exception(timeout=30)
+    kept = tmp_path / "kept"
+    checkpoints = {"checkpoint": kept, "checkpoint_every": 10**6}
+    training = trains("127.0.0.2:1", kwargs=checkpoints, min=1, timeouts={"notice": 4.0})
+    training.wait_for_world(1)
+    os.kill(agent_of(training.cluster, "127.0.0.2"), signal.SIGTERM)
+    error = training.job.exception(timeout=30)
     assert "only hosts that end hold the training state: 127.0.0.2" in str(error)
-    until(lambda: has_left(cluster, "127.0.0.2"))
-    assert [path.name.partition("-commit-")[1] for path in (tmp_path / "kept").iterdir()] == ["-commit-"]
+    until(lambda: has_left(training.cluster, "127.0.0.2"))
+    assert [path.name.partition("-commit-")[1] for path in kept.iterdir()] == ["-commit-"]
 
 
 def test_a_machine_is_drained_by_a_command(trains, capsys, tmp_path, monkeypatch):
