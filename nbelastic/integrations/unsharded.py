@@ -17,7 +17,7 @@ class Unsharded:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._before = {layer: _attributes(layer) for layer in model.modules()}
+        self._before = {layer: _copied(vars(layer)) for layer in model.modules()}
         self._after: dict[torch.nn.Module, dict[str, Any]] = {}
         self._kinds = {layer: type(layer) for layer in self._before}
         self._values = {one: one.detach() for one in model.parameters()}
@@ -43,8 +43,7 @@ class Unsharded:
         for layer, before in self._before.items():
             _module_state_mapping.pop(layer, None)
             layer.__class__ = self._kinds[layer]
-            attributes = {name: value.copy() if _is_structure(name, value) else value for name, value in before.items()}
-            attributes |= self._kept(layer)
+            attributes = _copied(before) | self._kept(layer)
             vars(layer).clear()
             vars(layer).update(attributes)
             layer._parameters = {name: parameters[one] for name, one in before["_parameters"].items()}
@@ -61,8 +60,9 @@ class Unsharded:
         }
 
 
-def _attributes(layer: torch.nn.Module) -> dict[str, Any]:
-    return {name: value.copy() if _is_structure(name, value) else value for name, value in vars(layer).items()}
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The same attributes, with collections of their own."""
+    return {name: value.copy() if _is_structure(name, value) else value for name, value in attributes.items()}
 
 
 def _is_structure(name: str, value: Any) -> bool:

@@ -21,7 +21,8 @@ class HostStatus(Struct, frozen=True):
     """A host. `phase`: starting, up, backoff, draining, lost. `backoff_until`: seconds from now; 0.0: no back-off.
 
     `cpu`: percent of all cores together. `memory`: bytes in use, of `memory_total`. All three are None before the first
-    sample. `ends_in`: seconds until a draining host ends; None: it was not announced. `gpus`: per GPU, utilisation in percent, MB in use, MB in total. `slots_in_backoff`: remaining seconds by slot.
+    sample. `gpus`: per GPU, utilisation in percent, MB in use, MB in total. `slots_in_backoff`: remaining seconds by slot.
+    `ends_in`: seconds until a draining host ends; None: it was not announced.
     """
 
     name: str
