@@ -46,13 +46,25 @@ class DriverLease(NamedTuple):
         return driver if number in ("", self.number) else None
 
 
-def wait_for_lease_expiry(driver_lease: DriverLease) -> None:
-    """Return when the cluster has ended, or its driver is dead and the lease has expired or the owner has ended."""
-    seen = time.monotonic()
-    while (driver := driver_lease.driver) is not None:
-        now = time.monotonic()
+class LeaseWatch:
+    """Whether a process of the cluster must end, by calls of `has_expired` at least every few seconds."""
+
+    def __init__(self, driver_lease: DriverLease) -> None:
+        self._lease, self._seen = driver_lease, time.monotonic()
+
+    def has_expired(self, now: float) -> bool:
+        """The cluster has ended, or its driver is dead and the lease has expired or the owner has ended."""
+        driver = self._lease.driver
+        if driver is None:
+            return True
         if is_alive(driver):
-            seen = now
-        elif now - seen > driver_lease.lease or driver_lease.owner_has_ended:
-            return
+            self._seen = now
+            return False
+        return now - self._seen > self._lease.lease or self._lease.owner_has_ended
+
+
+def wait_for_lease_expiry(driver_lease: DriverLease) -> None:
+    """Return when a process of the cluster must end: see `LeaseWatch`."""
+    watch = LeaseWatch(driver_lease)
+    while not watch.has_expired(time.monotonic()):
         time.sleep(POLL)

@@ -23,6 +23,7 @@ MAY = {  # folder: the folders that it may import, beside `errors`; from the low
     "provision": {"protocol", "system"},
     "ipp": {"protocol", "system"},
     "agent": {"transport", "protocol", "system"},
+    "tunnel": {"protocol", "system"},
     "worker": {"transport", "protocol", "system"},
     "state": {"worker", "protocol", "system"},
     "sharded": {"state", "worker", "protocol", "system"},
@@ -43,7 +44,15 @@ PURE = [
     ),
     *(
         ROOT / "protocol" / f"{name}.py"
-        for name in ("ids", "events", "script_events", "program_events", "cluster_limits", "timeouts")
+        for name in (
+            "ids",
+            "events",
+            "script_events",
+            "program_events",
+            "connection_events",
+            "cluster_limits",
+            "timeouts",
+        )
     ),
     *(
         ROOT / "protocol" / f"{name}.py"

@@ -1,0 +1,87 @@
+"""The folder in which a host's end of a tunnel listens: for processes of the host, and for its next ssh connection.
+
+It is private (mode 0700). Its sockets are named by descriptor, as its path may be too long for a unix socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from nbelastic.system.engine_ports import engine_ports
+from nbelastic.system.folder_paths import user_folder
+
+CONTROL = "control"
+PORT = "port"  # ZeroMQ and ipyparallel append `:` and the port to an address
+ANSWER_TIMEOUT = 5.0  # seconds in which the end of the tunnel answers
+
+
+def name_of(cluster: str, host: str, agent: int) -> str:
+    """The folder's name. `cluster`: the number of its start; `agent`: the agent's number. Hosts may share a file system."""
+    return f"tunnel-{hashlib.sha256(f'{cluster} {host}'.encode()).hexdigest()[:16]}-{agent}"
+
+
+def find(cluster: str, host: str) -> dict[int, Path]:
+    """The folders of this cluster's agents for this host, by the agent's number."""
+    pattern = name_of(cluster, host, 0).removesuffix("0")
+    found = user_folder().glob(f"run-*/{pattern}*")
+    return {int(folder.name.rpartition("-")[2]): folder for folder in found}
+
+
+def open_folder(folder: Path) -> int:
+    """A descriptor by which sockets in the folder are named; programs that this process starts do not inherit it."""
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def socket_path(fd: int, name: str) -> str:
+    return f"/proc/self/fd/{fd}/{name}"
+
+
+def interface(fd: int) -> str:
+    """The address, without `:` and a port of the driver's machine, to which a process of the host connects."""
+    return f"ipc://{socket_path(fd, PORT)}"
+
+
+def ask(folder: Path, request: str, fds: Sequence[int] = ()) -> socket.socket:
+    """Send a request to the end of the tunnel; return the connection once it has answered. OSError if there is none.
+
+    `attach` goes with the two descriptors of a new ssh connection. `listen PORT …` is sent before processes connect to these
+    ports of the driver's machine. `end` ends the agent.
+    """
+    fd = open_folder(folder)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(ANSWER_TIMEOUT)
+        connection.connect(socket_path(fd, CONTROL))
+        socket.send_fds(connection, [request.encode()], fds)
+        answer = connection.recv(16)
+    except BaseException:
+        connection.close()
+        raise
+    finally:
+        os.close(fd)
+    if not answer:
+        connection.close()
+        raise ConnectionResetError("the tunnel ends")
+    return connection
+
+
+def driver_endpoint(driver: str, tunnel: str) -> str:
+    """The endpoint at which this process reaches the driver, which listens at `driver`. `tunnel`: the folder, or empty."""
+    return f"{interface(open_folder(Path(tunnel)))}:{driver.rpartition(':')[2]}" if tunnel else driver
+
+
+def engine_connection(connection: str, tunnel: str) -> str:
+    """ipyparallel's connection information (JSON) for an engine in this process. `tunnel`: the folder, or empty."""
+    if not tunnel:
+        return connection
+    return json.dumps({**json.loads(connection), "interface": interface(open_folder(Path(tunnel)))})
+
+
+def open_tunnel(tunnel: str, connection: str) -> None:
+    """Let engines connect through the tunnel to the controller with this connection information. OSError if it has ended."""
+    ask(Path(tunnel), " ".join(["listen", *map(str, engine_ports(connection))])).close()
