@@ -44,6 +44,7 @@ from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.folder_paths import kept_state_folder, process_folder, user_folder
 from nbelastic.system.ports import reserved_port
 from nbelastic.system.processes import kill_group, state_of
+from nbelastic.system.tunnel_folder import driver_endpoint, open_tunnel
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
 
@@ -73,6 +74,8 @@ class Config(msgspec.Struct, frozen=True):
     run_folder: str  # for temporary files; empty: make a folder
     log_dir: str  # the cluster's log folder on the driver's machine
     settings: dict[str, str]  # of the workers
+    towards: str = ""  # an address on the driver's side of this host
+    tunnel: str = ""  # the folder of the tunnel's end, through which the driver is reached; empty: there is none
 
 
 class _WorkerProcess:
@@ -104,7 +107,7 @@ class Agent:
         self._turn_by = math.inf  # when the main thread must have begun its next turn
         self._checked_at = 0.0  # when the link's thread last checked that
         self._link = Client(
-            config.driver,
+            driver_endpoint(config.driver, config.tunnel),
             config.keys,
             peer,
             agent_messages.ToAgent,
@@ -137,7 +140,7 @@ class Agent:
         config = self._config
         on_driver_machine = bool(config.address)
         self._addresses = addresses_by_preference(
-            config.address or address_of(config.driver), config.nics, on_driver_machine
+            config.address or config.towards or address_of(config.driver), config.nics, on_driver_machine
         )
         self._home = (self._addresses[0].address, self._addresses[0].name)  # address and interface of stores
         # On the driver's machine the prober is started with the first host elsewhere. Until then its port is only reserved.
@@ -317,6 +320,8 @@ class Agent:
 
     def _spawn(self, order: agent_messages.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
+        if self._config.tunnel:
+            open_tunnel(self._config.tunnel, order.engine)
         address, interface = self._home
         settings: dict[str, Any] = {
             "relay": str(self._folder),
@@ -327,6 +332,7 @@ class Agent:
             "log_dir": str(self._log_dir(order.log_dir)),
             "heartbeat": self._config.heartbeat,
             "engine": order.engine,
+            "tunnel": self._config.tunnel,
             "gpu": order.gpu,
             "profile": str(self._profile),
             "lease": self._config.lease,

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import (
     arrivals,
+    connections,
     generations,
     halts,
     losses,
@@ -40,6 +41,7 @@ def deadline(cluster: ClusterState, now: float) -> float:
         generations.elastic_timeout_at(cluster),
         stage_deadlines.deadline(cluster),
         cluster.halt.until,
+        connections.deadline(cluster) if cluster.disconnected else NEVER,
         cluster.partition_check.until,
         cluster.setup_by,
         min(cluster.held_back.values(), default=NEVER),

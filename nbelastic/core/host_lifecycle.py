@@ -105,7 +105,7 @@ def agent_lost(
     cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
 ) -> ClusterState:
     """Handle the loss of a host's agent. The host is tried again after a back-off; a draining one is removed."""
-    host, cluster = cluster.hosts[name], _stop_probing(cluster, name)
+    host, cluster = cluster.hosts[name], _forget_connection(_stop_probing(cluster, name), name)
     if host.phase is HostPhase.DRAINING:
         out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
         return _remove(cluster, name)
@@ -122,7 +122,7 @@ def _slots(count: int) -> str:
 
 def _remove(cluster: ClusterState, name: str) -> ClusterState:
     """Remove the host. Should it come back, its workers get higher incarnations."""
-    cluster = forget_end(_stop_probing(cluster, name), name)
+    cluster = forget_end(_forget_connection(_stop_probing(cluster, name), name), name)
     hosts = {n: host for n, host in cluster.hosts.items() if n != name}
     removed = {n: number for n, number in cluster.incarnations.items() if n != name}
     removed[name] = highest_incarnation(cluster, name)
@@ -141,6 +141,12 @@ def _stop_probing(cluster: ClusterState, name: str) -> ClusterState:
     if name not in cluster.probing:
         return cluster
     return replace(cluster, probing={n: admission for n, admission in cluster.probing.items() if n != name})
+
+
+def _forget_connection(cluster: ClusterState, name: str) -> ClusterState:
+    if name not in cluster.disconnected:
+        return cluster
+    return replace(cluster, disconnected={n: since for n, since in cluster.disconnected.items() if n != name})
 
 
 def forget_end(cluster: ClusterState, name: str) -> ClusterState:

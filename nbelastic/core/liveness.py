@@ -12,6 +12,22 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 
+def is_host_lost(
+    silence: float, since_commit: float | None, since_cut_off: float | None, *, most: float, lease: float
+) -> bool:
+    """Whether a host that has sent nothing for `silence` seconds is lost, if `most` are allowed.
+
+    `since_commit`: seconds since the last commit of a world with members on this host. A commit needs all members, so it shows
+    that the host lives. `since_cut_off`: seconds since the driver received nothing from any host. Then the network of its own
+    machine may be down, and no host could replace another one. None: there is no such world, or no such time. After the
+    `lease` the host has ended by itself.
+    """
+    if silence > lease:
+        return True
+    excuses = [seconds for seconds in (since_commit, since_cut_off) if seconds is not None]
+    return min([silence, *excuses]) > most
+
+
 def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Commands) -> ClusterState:
     """Note that a worker is unresponsive: a call may hold Python's interpreter lock. Replace it after its deadline."""
     w, limits = event.worker, cluster.limits

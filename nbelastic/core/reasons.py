@@ -22,6 +22,7 @@ SENTENCES = MappingProxyType(
         "joining": "{done} of {of} have joined generation {generation}",
         "training": "{of} workers train in generation {generation}",
         "left-out": "{names} is {text}",
+        "disconnected": "the next change waits for the connection to {names}",
         "put-off": "the next change waits, as {text}",
         "last-holder": "the last worker with the training state has to leave",
         "changing": "from {done} to {of} workers: preparing generation {generation}",

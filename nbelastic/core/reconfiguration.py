@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import arrivals, backoff, generation_end, generations, halts, partitions, stores, swaps
+from nbelastic.core import arrivals, backoff, connections, generation_end, generations, halts, partitions, stores, swaps
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Missing, Reason
@@ -82,6 +82,9 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
     """While a world runs: halt it, or prepare a better one, if there is one and its newcomers are ready."""
     if swaps.is_on_trial(cluster):
         return halts.progress(halts.halt_at(cluster, 1, out), now, out)
+    if cluster.disconnected and connections.is_change_wanted(cluster):
+        reason, until = connections.wait(cluster)
+        return with_reason(cluster, _training(cluster, reason), until)
     if halts.is_wanted(cluster) and now >= cluster.change_after:
         return halts.ask(cluster, out)
     size, most = len(cluster.members), cluster.limits.most

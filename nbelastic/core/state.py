@@ -217,6 +217,7 @@ class ClusterState(Struct, frozen=True):
     hosts_joined: int = 0  # number of the newest host
     hosts_admitted: int = 0  # number of the newest admission
     discovered: bool = False  # the discovery has answered once, under this driver or an earlier one
+    disconnected: dict[str, float] = {}  # hosts that receive no order, but whose workers may train on, and since when
     ending: dict[str, Ending] = {}  # draining hosts that were announced to end
     removed_hosts: frozenset[str] = frozenset()  # that a client removed and discovery may still list
     incarnations: dict[str, int] = {}  # highest ones of removed hosts; see `host_lifecycle.NAMES`

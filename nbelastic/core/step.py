@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from nbelastic.core import (
     backoff,
     breakpoints,
+    connections,
     deadlines,
     gpus,
     halts,
@@ -39,6 +40,7 @@ from nbelastic.core.state import ClusterState, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
 
 __all__ = ["deadline", "step"]
 
@@ -51,6 +53,8 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     worker = getattr(event, "worker", None)
     if worker is None or worker in cluster.workers:
         cluster = _handle(cluster, event, now, out)
+    if cluster.disconnected:
+        cluster = connections.progress(cluster, now, out)
     if cluster.partition_check.pairs:
         cluster = partitions.progress(cluster, now, out)
     if cluster.probing:  # after the partition check, which may exclude a partner of a probed host
@@ -84,6 +88,8 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return host_admission.agent_ready(cluster, event, now, out)
         case ev.AgentLost(host=name, reason=reason):
             return losses.host_lost(cluster, name, reason, now, out)
+        case HostDisconnected() | HostReconnected():
+            return connections.changed(cluster, event, now, out)
         case ev.GpusReported():
             return provisioning.provision(gpus.reported(cluster, event, out), now, out)
         case ev.Probed():

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,15 @@ from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.worker_spawner import WorkerSpawner
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import HostDisconnected
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
-from nbelastic.provision.launchers import AdoptedAgent, Agent, BatchJobAgent
+from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, SSH, Settings
+from nbelastic.provision.launchers import Agent, BatchJobAgent, agent_log
+from nbelastic.provision.process_agent import AdoptedAgent
 from nbelastic.provision.tcp_proxy import ProxySet
+from nbelastic.provision.tunnel_ports import TunnelPorts
+from nbelastic.provision.tunnelled_agent import TunnelledAgent
+from nbelastic.system.engine_ports import engine_ports
 from nbelastic.system.fault_handling import Report
 from nbelastic.system.folder_paths import batch_folder
 from nbelastic.transport.keys import Keys
@@ -40,7 +46,7 @@ class _AgentHandle:
     """One start of an agent: its name as a peer and, once its host has been located, its process."""
 
     def __init__(self, host: str, number: int) -> None:
-        self.number = number
+        self.host, self.number = host, number
         self.peer = f"agent/{host}~{number}"
         self.agent: Agent | None = None
         self.driver_address = ""  # the driver's address as this host reaches it; empty: same machine
@@ -48,6 +54,7 @@ class _AgentHandle:
         self.local_slots = 0  # the same if the host is this machine, else 0
         self.rehome: messages.Rehome | None = None  # the newest address of its workers, if that has changed
         self.launch: asyncio.Task[None] | None = None
+        self.disconnected_at = 0.0  # when its connection ended last
 
     def kill(self) -> None:
         if self.launch is not None:
@@ -86,6 +93,7 @@ class Agents:
         self._none_runs = asyncio.Event()
         self.started_count = 0
         self.tcp_proxies = ProxySet(settings.driver_lease, self._expected_workers)
+        self._tunnel_ports = TunnelPorts(settings.run_folder)
         self.spawner = WorkerSpawner(
             settings,
             dependencies.controller,
@@ -123,12 +131,24 @@ class Agents:
             if old.job:
                 handle.agent = batch = BatchJobAgent(host, self._settings, on_stop, old.number)
                 batch.adopt(old.job)
+            elif old.driver_address:
+                handle.agent = self._adopt_tunnelled(saved, handle, old.process)
+                self._watch_end(handle, old.process)
             else:
                 handle.agent = AdoptedAgent(old.process, on_stop)
                 handle.agent.start({})
                 self._watch_end(handle, old.process)
         if saved.agents:
             await self.spawner.start(attach=bool(saved.controller))
+
+    def _adopt_tunnelled(self, saved: DriverSnapshot, handle: _AgentHandle, process: str) -> Agent:
+        """Take over an agent behind a tunnel, which may have ended meanwhile."""
+        host = handle.host
+        spec = next((h.spec for h in saved.cluster.hosts if h.spec.name == host), HostSpec(host, 1))
+        log, on_stop = agent_log(self._settings, host), partial(self._agent_ended, host, handle)
+        agent = TunnelledAgent(spec, self._settings, log, on_stop, partial(self._disconnected, host, handle))
+        agent.adopt(process, {**self._config(spec, "", handle), "driver": self._server.address, "threads": ""})
+        return agent
 
     def saved(self) -> dict[str, SavedAgent]:
         """The agents that run, for the driver snapshot."""
@@ -197,6 +217,10 @@ class Agents:
         """Whether the host has an agent and is this machine."""
         return host in self._handles and not self._handles[host].driver_address
 
+    def has_agent(self, host: str) -> bool:
+        """Whether the host has an agent, as far as the driver knows."""
+        return host in self._handles
+
     def peer_of(self, host: str) -> str:
         """The host's present agent as a peer of the server; empty if it has none."""
         return self._handles[host].peer if host in self._handles else ""
@@ -232,11 +256,17 @@ class Agents:
                 handle.local_slots = spec.slots  # all local hosts share this machine's cores
                 slots = sum(each.local_slots for each in self._handles.values())
                 threads, driver = str(max(1, (os.cpu_count() or 1) // slots)), self._server.address
+            elif self._settings.launcher == SSH:
+                threads, driver = "", self._server.address
+                self._tunnel_ports.open([int(driver.rpartition(":")[2])])
             else:
                 threads, driver = "", self.proxied_address(handle.driver_address, self._server.address)
             on_stop = partial(self._agent_ended, spec.name, handle)
-            agent = self._dependencies.agent_for(spec, local, self._settings, on_stop, handle.number)
-            agent.start({**self._config(spec, local, handle.number), "driver": driver, "threads": threads})
+            on_disconnect = partial(self._disconnected, spec.name, handle)
+            agent = self._dependencies.agent_for(
+                spec, local, self._settings, number=handle.number, on_stop=on_stop, on_disconnect=on_disconnect
+            )
+            agent.start({**self._config(spec, local, handle), "driver": driver, "threads": threads})
         except Exception as error:  # noqa: BLE001  (no ssh here, or any error of a launcher: the host shows it)
             handle.launch = None
             self._agent_ended(spec.name, handle, f"its agent cannot be started: {error}")
@@ -246,11 +276,13 @@ class Agents:
         self._save()  # the agent's process outlives this driver
         self.spawner.start_in_background()  # after the agent: its template takes longer than the controller
 
-    def _config(self, spec: HostSpec, local: str, number: int) -> dict[str, Any]:
+    def _config(self, spec: HostSpec, local: str, handle: _AgentHandle) -> dict[str, Any]:
         settings = self._settings
         return {
             "host": spec.name,
-            "number": number,
+            "number": handle.number,
+            "cluster": settings.number,
+            "towards": handle.driver_address,
             "keys": msgspec.to_builtins(self._keys.for_clients()),
             "driver_lease": settings.driver_lease if local else None,
             "lease": settings.lease,
@@ -276,8 +308,11 @@ class Agents:
         """Have a host's agent start a worker. `connection`: of ipyparallel's controller."""
         handle = self._handles.get(command.worker.host)
         if handle is not None:
-            proxied = self.tcp_proxies.proxied_connection(handle.driver_address, connection)
-            self._server.send(handle.peer, agent_messages.Spawn(command.worker, str(log_dir), proxied, command.gpu))
+            if self._settings.launcher != SSH:
+                connection = self.tcp_proxies.proxied_connection(handle.driver_address, connection)
+            elif handle.driver_address:
+                self._tunnel_ports.open(engine_ports(connection))
+            self._server.send(handle.peer, agent_messages.Spawn(command.worker, str(log_dir), connection, command.gpu))
 
     def _stop(self, host: str) -> None:
         handle = self._handles.get(host)
@@ -310,14 +345,26 @@ class Agents:
             self._server.forget(handle.peer)
             self._post(ev.AgentLost(host, reason, number=handle.number))
 
+    def _disconnected(self, host: str, handle: _AgentHandle, reason: str) -> None:
+        if self._handles.get(host) is handle:
+            handle.disconnected_at = time.monotonic()
+            self._post(HostDisconnected(host, reason, handle.number))
+
+    def has_reconnected(self, host: str) -> bool:
+        """Whether a message of the host's agent has come since its connection ended."""
+        handle = self._handles.get(host)
+        return handle is not None and self._server.heard_at.get(handle.peer, 0.0) > handle.disconnected_at
+
     def lose(self, host: str, reason: str, silence: float = 0.0) -> None:
         """Kill an agent that is lost or unusable, and post its loss."""
         number = self._handles[host].number if host in self._handles else 0
         self.kill(host)
         self._post(ev.AgentLost(host, reason, silence, number))
 
-    def is_superseded(self, event: ev.AgentLost) -> bool:
+    def is_superseded(self, event: ev.Event) -> bool:
         """Whether the host's next agent was started before the loss of this one was decided on."""
+        if not isinstance(event, ev.AgentLost | HostDisconnected):
+            return False
         handle = self._handles.get(event.host)
         return event.number > 0 and handle is not None and handle.number != event.number
 

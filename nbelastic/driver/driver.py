@@ -151,7 +151,8 @@ class Driver:
         try:
             if previous is not None and reports is not None:
                 self.jobs.load(previous.job)
-                await asyncio.gather(self._components.agents.adopt(previous), reports.wait())
+                agents = self._components.agents
+                await asyncio.gather(agents.adopt(previous), reports.wait(agents.has_agent))
                 self._take_over(previous, reports)
             else:
                 self._start_saving()
@@ -284,7 +285,7 @@ class Driver:
     # ---- decisions ----
 
     def _is_stale(self, event: ev.Event) -> bool:
-        return isinstance(event, ev.AgentLost) and self._components.agents.is_superseded(event)
+        return self._components.agents.is_superseded(event)
 
     def _execute(self, command: cmd.Command, now: float) -> None:
         self._components.executor.execute(command, now)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.liveness import is_host_lost
 from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import HostReconnected
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 
@@ -47,6 +49,10 @@ class StallDetector:
         made = self._newest[1] - self._first[0]
         return (self._newest_at - self._first[1]) / made if made > 0 else 0.0
 
+    def since_commit(self, generation: int, now: float) -> float | None:
+        """Seconds since the last commit of this generation; None if none is known."""
+        return now - self._newest_at if self._newest[0] == generation and self._newest[1] >= 0 else None
+
     def check(self, generation: int, patience: float, now: float) -> ev.StallDetected | ev.StallResolved | None:
         """The event to post for the world of `generation`, which runs; None if there is nothing new."""
         if generation != self._newest[0]:
@@ -78,6 +84,9 @@ class Liveness:
         self._max_silence, self._interval = settings.silence, settings.heartbeat
         self._agents, self._workers, self._telemetry, self._clock = agents, workers, telemetry, clock
         self._cluster, self._post, self._record = cluster, post, record
+        self._lease = settings.lease
+        self._is_cut_off = False  # nothing is received from any host
+        self._cut_off_at: float | None = None  # when that was so last
         self._absent = 0.0  # seconds of absences of the driver so far
         self._unresponsive: set[WorkerId] = set()
         self.stall_detector = StallDetector()
@@ -89,7 +98,7 @@ class Liveness:
             await asyncio.sleep(self._interval)
             now, cluster = self._clock.now(), self._cluster()
             self._record_absence()
-            self._check_hosts(cluster)
+            self._check_hosts(cluster, now)
             self._check_workers(cluster)
             if cluster.stands_still:
                 self.stall_detector.excuse(now)
@@ -108,11 +117,31 @@ class Liveness:
             why = "its process or its machine was stopped"
             self._record(cmd.Record("driver-away", f"the driver did not run for {seconds:.0f} s: {why}"))
 
-    def _check_hosts(self, cluster: ClusterState) -> None:
-        for host in cluster.hosts:
-            silence = self._agents.silence_of(host)
-            if silence > self._max_silence:
+    def _check_hosts(self, cluster: ClusterState, now: float) -> None:
+        for host in cluster.disconnected:
+            if self._agents.has_reconnected(host):
+                self._post(HostReconnected(host))
+        silences = {host: self._agents.silence_of(host) for host in cluster.hosts}
+        self._check_own_network(silences, now)
+        training = {w.host for w in cluster.members} if cluster.phase == "running" else set()
+        since_commit = self.stall_detector.since_commit(cluster.generation, now)
+        since_cut_off = now - self._cut_off_at if self._cut_off_at is not None else None
+        for host, silence in silences.items():
+            commit = since_commit if host in training else None
+            if is_host_lost(silence, commit, since_cut_off, most=self._max_silence, lease=self._lease):
                 self._agents.lose(host, f"no message from it for {silence:.0f} s", silence)
+
+    def _check_own_network(self, silences: Mapping[str, float], now: float) -> None:
+        """Note whether no host sends anything. Hosts of this machine need no network."""
+        is_any_local = any(self._agents.has_local_agent(host) for host in silences)
+        if is_any_local or any(silence <= self._max_silence for silence in silences.values()):
+            self._is_cut_off = False
+        elif silences:
+            self._cut_off_at = now
+            if not self._is_cut_off:
+                self._is_cut_off = True
+                why = "the network of its machine may be down; hosts train on"
+                self._record(cmd.Record("driver-cut-off", f"the driver receives nothing from any host: {why}"))
 
     def _check_workers(self, cluster: ClusterState) -> None:
         """Find unresponsive workers. Their processes exist and are not stopped, or their agents would have reported that."""

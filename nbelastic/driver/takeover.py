@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from nbelastic.core import commands as cmd
@@ -18,8 +19,11 @@ from nbelastic.system import versions
 from nbelastic.system.process_identity import is_alive
 
 MIN_TIMEOUT = 3.0  # seconds within which live agents and workers must report; `silence` seconds if that is longer
+REOPEN_TIMEOUT = (
+    15.0  # seconds instead, if a tunnel has ended with the previous driver: ssh has to reach the host again
+)
 TIMEOUT_PER_WORKER = 0.01  # seconds
-AGENT_CHECK_INTERVAL = 0.25  # seconds between checks whether the agents' processes are alive
+CHECK_INTERVAL = 0.25  # seconds between checks whether agents and nodes have ended
 
 
 class TakeoverReports:
@@ -30,7 +34,8 @@ class TakeoverReports:
     """
 
     def __init__(self, saved: DriverSnapshot, silence: float) -> None:
-        self._saved, self._timeout = saved, max(silence, MIN_TIMEOUT)
+        tunnels = [agent.process for agent in saved.agents.values() if agent.driver_address and not agent.job]
+        self._timeout = max(silence, MIN_TIMEOUT if all(map(is_alive, tunnels)) else REOPEN_TIMEOUT)
         self._complete = asyncio.Event()
         hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}
         self._missing_agents = hosts - hosts_with_queued_jobs(saved)
@@ -71,18 +76,17 @@ class TakeoverReports:
         if not (self._missing_agents or self._missing_workers or self._inside):
             self._complete.set()
 
-    async def wait(self) -> None:
-        """Wait for all reports, or until the time is up. Agents and nodes whose processes have ended are not waited for."""
+    async def wait(self, has_agent: Callable[[str], bool]) -> None:
+        """Wait for all reports, or until the time is up. Agents and nodes that have ended are not waited for."""
         begun = time.monotonic()
-        while not self._complete.is_set() and time.monotonic() < begun + self._timeout:
-            agents = self._saved.agents
-            self._missing_agents -= {
-                host for host in self._missing_agents if agents[host].process and not is_alive(agents[host].process)
-            }
+        while True:
+            self._missing_agents = set(filter(has_agent, self._missing_agents))
             self._inside = {host: process for host, process in self._inside.items() if not process or is_alive(process)}
             self._check_complete()
+            if self._complete.is_set() or time.monotonic() >= begun + self._timeout:
+                return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._complete.wait(), AGENT_CHECK_INTERVAL)
+                await asyncio.wait_for(self._complete.wait(), CHECK_INTERVAL)
 
 
 def _external_nodes_inside(saved: DriverSnapshot) -> dict[str, str]:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from nbelastic.system.processes import die_with_parent
+from nbelastic.system.tunnel_folder import engine_connection
 from nbelastic.worker.environment import log_to, set_interface
 
 
@@ -23,7 +24,9 @@ def boot(settings: dict[str, Any]) -> None:
     log_to(settings["log_dir"], settings["worker"])
     faulthandler.enable(2)  # a crash in C writes the Python stacks to the log
     set_interface(settings["interface"], settings["outward"])
-    os.environ["IPP_CONNECTION_INFO"] = settings["engine"]  # before any thread: adding a variable moves the environment
+    os.environ["IPP_CONNECTION_INFO"] = engine_connection(
+        settings["engine"], settings["tunnel"]
+    )  # before any thread: adding a variable moves the environment
 
     from nbelastic.ipp.engine import serve
     from nbelastic.programs.program import start_runner

@@ -28,6 +28,7 @@ class Timeouts(Struct, frozen=True):
     silent_idle: float = 60.0  # the same for a process that uses no CPU time: it may be deadlocked
     prepare: float = 15.0  # the next group is prepared beside the training; else newcomers are left out: `prepare_for`
     ask: float = 10.0  # members report their commits; else the change is put off: `ask_for`
+    reconnect: float = 60.0  # a host is connected again, while a change waits for it; else it is lost
     step: float = 3600.0  # members reach the leave point; else the generation breaks
     recover: float = 60.0  # a survivor leaves a broken generation, after the others; else it is replaced
     recover_working: float = 600.0  # the same for a survivor that computes

@@ -1,8 +1,7 @@
 """The ssh command that starts an agent on another machine, and explanations of its failures.
 
-One ssh client per host runs for as long as the agent. Its standard input carries the configuration with the keys, so no
-key is in a command line or on the host's disk. When that input ends, as with the client's death, the agent ends. The
-client's exit shows at once that the agent has ended.
+Its standard input first carries the configuration with the keys: no key is in a command line or on the host's disk. Then it
+carries the connections of the host: see `nbelastic.tunnel`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import shlex
 import sys
 from contextlib import suppress
 
+from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
 from nbelastic.protocol.ids import HostSpec
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -24,15 +24,18 @@ OPTIONS = (
     "-oControlMaster=no",  # use the user's master connection, but do not become one that outlives the agent
     "-oClearAllForwardings=yes",
     "-oPermitLocalCommand=no",
+    "-oServerAliveInterval=15",  # end a client whose connection is dead, also if nothing else does
 )
 AGENT = "from nbelastic.agent.start import main; main()"
+TUNNELLED_AGENT = "from nbelastic.agent.start import main as agent; from nbelastic.tunnel.host import main; main(agent)"
+TUNNEL = "from nbelastic.tunnel.driver_end import main; main()"
 _SCRIPT = (
     'p={python}; command -v "$p" >/dev/null 2>&1 || p={otherwise}; command -v "$p" >/dev/null 2>&1 || '
     '{{ echo "no $p here" >&2; exit 127; }}; exec "$p" -c {code}'
 )
 
 
-def command(spec: HostSpec, python: str | None, code: str = AGENT) -> list[str]:
+def command(spec: HostSpec, python: str | None, code: str = TUNNELLED_AGENT) -> list[str]:
     """The ssh command that runs `code` there. Without `python` the host uses this interpreter's path if it has that, else `python3`."""
     script = _SCRIPT.format(
         python=shlex.quote(python or sys.executable),
@@ -49,6 +52,10 @@ def explain_exit(spec: HostSpec, code: int | None, output: str, python: str | No
     last = output.strip().splitlines()[-1].strip() if output.strip() else "no message"
     if code == SSH_FAILED:
         return _explain_ssh_error(target, output, last)
+    if code == CONNECTION_LOST:
+        return f"the ssh connection to {target} has ended ({last})"
+    if code == AGENT_GONE:
+        return f"the ssh connection to {target} had ended, and its agent has ended since"
     if code == NO_PYTHON:
         return f"there is no {python or 'python3'} on {spec.name}: install Python there or name it with --python"
     if "No module named 'nbelastic'" in output:

@@ -7,6 +7,7 @@ share the machine's cores, so a start of eight hosts costs eight times the CPU o
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -106,6 +107,46 @@ def missed(rounds: int, fault: str, silence: float) -> dict[str, list[float]]:
     return found
 
 
+def walled(rounds: int, kills: int = 5) -> dict[str, list[float]]:
+    """Seconds of a start, and from a worker's kill to the next step: without a firewall, and behind one in turn.
+
+    Behind it hosts can open no connection to the driver's machine.
+    """
+    found: dict[str, list[float]] = {f"{kind}, {how}": [] for kind in ("start", "next") for how in ("open", "walled")}
+    with machines(3) as network:
+        for _ in range(rounds):
+            for how in ("open", "walled"):
+                if how == "walled":
+                    network.wall("h1", "h2", "h3")
+                began = time.monotonic()
+                with tempfile.TemporaryDirectory() as folder:
+                    with nbe.Cluster("h1:1,h2:1,h3:1", min=1, cooldown=(0, 0), cwd=ROOT) as cluster:
+                        cluster.wait(3, timeout=LONG)
+                        found[f"start, {how}"].append(time.monotonic() - began)
+                        job = cluster.run(programs.record_steps, folder, 10**9)
+                        killed = [kill_one(cluster) for _ in range(kills)]
+                        job.stop()
+                        job.wait(timeout=20)
+                    steps = steps_in(folder)
+                found[f"next, {how}"] += [
+                    next(step["t"] for step in steps if step["t"] > at and step["world"] < 3) - at for at in killed
+                ]
+                network.heal()
+    return found
+
+
+def kill_one(cluster: nbe.Cluster) -> float:
+    """Kill the last of three workers that train, wait until the others do, and return the time of the kill."""
+    cluster.wait(3, timeout=LONG)
+    wait_until(lambda: cluster.status().world_size == 3 and cluster.status().phase == "running", LONG)
+    time.sleep(1)
+    worker = next(w for w in cluster.workers if w.rank == 2)
+    at = time.time()
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: all(w.id != worker.id for w in cluster.workers), LONG)
+    return at
+
+
 def cases(part: int) -> Cases:
     def rounds(count: int) -> int:
         return max(2, count // part)
@@ -113,6 +154,7 @@ def cases(part: int) -> Cases:
     return {
         "start": lambda: start(rounds(5)),
         "discovered": lambda: discovered(rounds(10)),
+        "walled": lambda: walled(rounds(5)),
         "killed": lambda: missed(rounds(15), "kill", 10.0),
         "cut off": lambda: missed(rounds(12), "cut", 2.0),
     }

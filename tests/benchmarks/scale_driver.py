@@ -78,7 +78,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
     decisions.step = timed
     dependencies = Dependencies(
         locate=here,
-        agent_for=lambda spec, _local, _settings, _on_stop, number: SimulatedAgent(send, spec.name, number),
+        agent_for=lambda spec, _local, _settings, *, number, **_: SimulatedAgent(send, spec.name, number),
         controller=lambda *_, **__: NoController(),
     )
     with tempfile.TemporaryDirectory() as folder:

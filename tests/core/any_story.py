@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import Stage
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
@@ -211,6 +212,17 @@ class AnyStory(RuleBasedStateMachine):
         names = sorted(self.story.cluster.hosts)
         assume(names)
         self.story.lose_host(data.draw(st.sampled_from(names)))
+
+    @rule(data=st.data())
+    def disconnect(self, data):
+        names = sorted(self.story.cluster.hosts)
+        assume(names)
+        self.story.send(HostDisconnected(data.draw(st.sampled_from(names)), "ssh has ended"))
+
+    @precondition(lambda self: self.story.cluster.disconnected)
+    @rule(data=st.data())
+    def reconnect(self, data):
+        self.story.send(HostReconnected(data.draw(st.sampled_from(sorted(self.story.cluster.disconnected)))))
 
     @rule(data=st.data())
     def fail_to_set_up(self, data):

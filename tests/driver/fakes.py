@@ -245,7 +245,7 @@ class DriverWithFakes:
         return Dependencies(
             server=self._make_server,
             locate=self.locate,
-            agent_for=lambda spec, _local, _settings, on_stop, number: FakeAgent(self, spec, on_stop, number),
+            agent_for=lambda spec, _local, _settings, *, number, on_stop, **_: FakeAgent(self, spec, on_stop, number),
             controller=lambda *_, **__: FakeController(self),
             clock=lambda most: Clock(most, monotonic=loop.time, boottime=loop.time),
         )

@@ -10,8 +10,8 @@ import pytest
 import nbelastic as nbe
 from nbelastic.driver import connection_files
 from nbelastic.driver.request_answers import has_ready_workers
-from nbelastic.provision import launchers
-from nbelastic.provision.launchers import ProcessAgent
+from nbelastic.provision import process_agent
+from nbelastic.provision.process_agent import ProcessAgent
 from tests.driver.fakes import DriverWithFakes, run_story
 
 
@@ -25,12 +25,12 @@ def ended_process(*args, **kwargs):
 @pytest.mark.parametrize("size", [1, 200_000])
 def test_a_process_that_ends_before_it_reads_is_reported(tmp_path, monkeypatch, size):
     """The end of a process that reads no configuration is reported once, with its output; a kill has no effect."""
-    monkeypatch.setattr(launchers, "Popen", ended_process)
+    monkeypatch.setattr(process_agent, "Popen", ended_process)
 
     async def story():
         ends = asyncio.Queue()
         command = ["sh", "-c", "echo refused; exit 255"]
-        agent = ProcessAgent(command, tmp_path / "log", lambda code, output: f"{code}: {output}", ends.put_nowait)
+        agent = ProcessAgent(command, tmp_path / "log", lambda code, output: ends.put_nowait(f"{code}: {output}"))
         agent.start({"host": "h1" * size})  # the second size exceeds a pipe's buffer, and no process reads it
         assert await asyncio.wait_for(ends.get(), 10) == "255: refused\n"
         agent.kill()
@@ -47,11 +47,11 @@ def test_an_agent_can_read_its_configuration_from_its_start_on(tmp_path, monkeyp
         readable.extend(select.select([stdin], [], [], 0)[0])
         return Popen(*args, stdin=stdin, **kwargs)
 
-    monkeypatch.setattr(launchers, "Popen", started)
+    monkeypatch.setattr(process_agent, "Popen", started)
 
     async def story():
         ends = asyncio.Queue()
-        agent = ProcessAgent(["head", "-n", "1"], tmp_path / "log", lambda code, output: output, ends.put_nowait)
+        agent = ProcessAgent(["head", "-n", "1"], tmp_path / "log", lambda _, output: ends.put_nowait(output))
         agent.start({"host": "h1"})
         assert await asyncio.wait_for(ends.get(), 10) == '{"host": "h1"}\n'
 

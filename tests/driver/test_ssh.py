@@ -39,7 +39,7 @@ def test_the_command_survives_a_shell(shell, tmp_path):
     python.chmod(0o755)
     script = ssh.command(GPU, str(python))[-1]
     done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == f"-c|{ssh.AGENT}|"
+    assert done.stdout == f"-c|{ssh.TUNNELLED_AGENT}|"
 
 
 def test_python3_is_used_if_the_notebook_s_python_is_missing(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ WORKERS = [WorkerId("a", 0, 1), WorkerId("a", 1, 1), WorkerId("b", 0, 1)]
 def reports_of_two_hosts(patience=30.0, job=None):
     """Return the reports of a cluster with hosts a and b, whose agents have no process on this machine."""
     hosts = tuple(SimpleNamespace(spec=HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
-    agents = {name: SimpleNamespace(process="", job="") for name in "ab"}
+    agents = {name: SimpleNamespace(process="", job="", driver_address="") for name in "ab"}
     return TakeoverReports(SimpleNamespace(agents=agents, cluster=SimpleNamespace(hosts=hosts), job=job), patience)
 
 
@@ -27,13 +27,13 @@ def hello(host):
     return agent_messages.AgentHello(host, 1, {}, workers=tuple((w, 1) for w in WORKERS if w.host == host))
 
 
-def complete(reports):
+def complete(reports, has_agent=lambda host: True):
     """Whether the driver waits for no agent or worker any more."""
-    return asyncio.run(asyncio.wait_for(_ends_at_once(reports), 10.0))
+    return asyncio.run(asyncio.wait_for(_ends_at_once(reports, has_agent), 10.0))
 
 
-async def _ends_at_once(reports):
-    task = asyncio.create_task(reports.wait())
+async def _ends_at_once(reports, has_agent):
+    task = asyncio.create_task(reports.wait(has_agent))
     for _ in range(3):
         await asyncio.sleep(0)
     ended = task.done()
@@ -55,6 +55,15 @@ def test_the_driver_waits_for_all_agents_and_workers():
         assert not complete(reports)
     reports.add(worker_messages.WorkerReport(WORKERS[0], 1))
     assert complete(reports)
+
+
+def test_the_driver_does_not_wait_for_an_agent_that_has_ended():
+    """A new driver does not wait for an agent whose end it has noticed."""
+    reports = reports_of_two_hosts()
+    for message in (hello("a"), *(worker_messages.WorkerReport(w, 1) for w in WORKERS[:2])):
+        reports.add(message)
+    assert not complete(reports)
+    assert complete(reports, has_agent=lambda host: host != "b")
 
 
 def test_the_driver_does_not_wait_for_a_frozen_worker():

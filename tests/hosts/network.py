@@ -61,12 +61,14 @@ class Network:
         self._cut: set[str]
         self._cut_pairs: set[tuple[str, str]]  # (a, b): packets from a to b vanish
         self._slow: dict[str, list[int]]  # host -> its relays
+        self._walled: set[str]  # hosts that can only answer ssh of the driver's host
         self._neighbours: dict[str, set[str]]  # host -> the neighbour entries that its namespace has
         self._fresh_addresses: dict[str, str]  # host -> its interfaces and addresses at its start
 
     def __enter__(self) -> Self:
         sweep()
         self.hosts, self._cut, self._cut_pairs, self._slow, self._neighbours = {}, set(), set(), {}, {}
+        self._walled = set()
         self.name = f"nbe{os.getpid()}-{next(_count)}"
         self.switch = f"{self.name}-switch"
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
@@ -284,6 +286,18 @@ class Network:
         self._cut_pairs |= {(a, b)} if one_way else {(a, b), (b, a)}
         self._update_neighbours()
 
+    def wall(self, *hosts: str) -> None:
+        """From now on packets from these hosts to the driver's host vanish, except those of their SSH servers."""
+        for host in hosts:
+            self._walled.add(host)
+            self._set_wall(host, "add")
+
+    def _set_wall(self, host: str, how: str) -> None:
+        driver = self.hosts[DRIVER]
+        for family, address in (("-4", driver.address), ("-6", driver.address6)):
+            for rule in (f"pref 10 to {address} ipproto tcp sport 22 lookup main", f"pref 11 to {address} blackhole"):
+                command("ip", "-n", self.hosts[host].namespace, family, "rule", how, *rule.split())
+
     def slow(self, *hosts: str, delay: float = 0.2, loss: float = 0.0, seed: int = 0) -> None:
         """From now on delay packets from and to these hosts, and lose some.
 
@@ -325,8 +339,11 @@ class Network:
         ip(self.switch, lines)
 
     def heal(self, *hosts: str) -> None:
-        """Undo `cut`, `cut_between` and `slow` for these hosts, or for all."""
+        """Undo `cut`, `cut_between`, `slow` and `wall` for these hosts, or for all."""
         chosen = set(hosts or self.hosts)
+        for host in chosen & self._walled:
+            self._set_wall(host, "del")
+        self._walled -= chosen
         changed = chosen & (self._cut | set(self._slow))
         self._cut -= chosen
         for host in changed:

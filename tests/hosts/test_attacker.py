@@ -163,9 +163,10 @@ def grown(before, now):
 
 
 def test_the_listening_endpoints(network, trains):
-    """On a host the prober listens on each address, and the store and gloo on one; at the driver the TCP proxies listen.
+    """On a host the prober listens on each address, and the store and gloo on one; on the driver's machine nothing listens.
 
-    No process listens on all interfaces. The driver's server and ipyparallel's controller listen only on loopback.
+    No process listens on all interfaces. The driver's server and ipyparallel's controller listen only on loopback. Once a
+    terminal of another machine may join, a TCP proxy listens for it.
     """
     training = trains()
     training.wait_for_world(2, timeout=LONG)
@@ -176,6 +177,9 @@ def test_the_listening_endpoints(network, trains):
         assert addresses == {host.address, host.address6}
         assert {address for (address, _), what in endpoints.found[name].items() if what == "worker"} == {host.address}
         assert len({port for (_, port), what in endpoints.found[name].items() if what == "agent"}) == 1
+    assert endpoints.found[DRIVER] == {}
+    training.cluster.connection_file("h1")
+    endpoints = Endpoints(network, training)
     assert {address for address, _ in endpoints.found[DRIVER]} == {network[DRIVER].address}
     proxies = set().union(*(listening({proxy.pid: "proxy"}, proxy.pid) for proxy in tcp_proxies(training.cluster)))
     assert proxies == endpoints.found[DRIVER].keys()
@@ -190,8 +194,9 @@ def check_more_steps(training, steps=20):
 
 
 def under_attack(network, trains):
-    """Start a training of two workers and an attacker."""
+    """Start a training of two workers, which a terminal of another machine may join, and an attacker."""
     training = trains()
+    training.cluster.connection_file("h1")
     training.wait_for_world(2, timeout=LONG)
     attacker = Attacker(network)
     check_more_steps(training)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nbelastic.system.process_identity import pid_of
@@ -46,7 +47,7 @@ def end(training: AttachedTraining) -> None:
 
 
 def test_kernel_and_driver_die(kept):
-    """Hosts behind ssh and a TCP proxy train on, and are connected to the next driver in the same generation."""
+    """Hosts behind ssh train on, and are connected to the next driver in the same generation."""
     kernel = kept()
     generation = kernel.wait_for_steps(2)
     kernel.kill_with_driver()
@@ -70,22 +71,28 @@ def test_kernel_driver_and_a_host_die(kept, network):
     end(training)
 
 
-def test_kernel_driver_and_tcp_proxy_die(kept):
-    """A new TCP proxy listens at the same endpoints, and all hosts reconnect in the same generation."""
+def end_ssh_clients(kernel):
+    """Kill the ssh client of each host, so that its tunnel ends. Return how many there were."""
+    tunnels = [pid_of(agent.process) for agent in kernel.snapshot.agents.values()]
+    clients = [client.pid for tunnel in tunnels for client in psutil.Process(tunnel).children()]
+    for client in clients:
+        os.kill(client, signal.SIGKILL)
+    until(lambda: not any(map(alive, tunnels)), what="the tunnels to end")
+    return len(clients)
+
+
+def test_kernel_driver_and_ssh_clients_die(kept):
+    """The next driver opens the ssh connections again, and all hosts are there in the same generation; so without a death of its own."""
     kernel = kept()
     generation = kernel.wait_for_steps(2)
-    proxies = [pid_of(proxy.process) for proxy in kernel.snapshot.proxies]
-    assert proxies
     kernel.kill_with_driver()
-    for proxy in proxies:
-        os.kill(proxy, signal.SIGKILL)
-    until(lambda: not any(map(alive, proxies)), what="the TCP proxies to end")
+    assert end_ssh_clients(kernel) == 2
+    made = len(kernel.steps())
+    until(lambda: len(kernel.steps()) > made + 30, LONG, "steps without a driver and without ssh")
     training = attach_and_wait(kernel)
     assert training.cluster.status().generation == generation
-    proxies = [pid_of(proxy.process) for proxy in kernel.snapshot.proxies]
-    for proxy in proxies:
-        os.kill(proxy, signal.SIGKILL)
-    until(lambda: not any(map(alive, proxies)), what="the TCP proxies to end")
+    assert end_ssh_clients(kernel) == 2
+    until(lambda: len(event_texts(training.cluster, "host-reconnected")) >= 2, LONG, "both hosts to be reached again")
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps")
     assert training.cluster.status().generation == generation

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.cluster_checks import LONG, event_texts, wait_for_more_steps, worker_on
-from tests.hosts.network import DRIVER
 from tests.process import programs
 from tests.process.training import in_one_generation
 from tests.support.processes import alive
@@ -55,26 +54,21 @@ def test_a_host_dies_and_comes_back(network, trains):
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_leaves_no_stale_worker(network, trains):
-    """A host that is cut off, both ways or one, is lost after `silence`; healed, it joins with a new worker."""
+    """A host that is cut off from all, twice, is lost after `silence`; healed, it joins with a new worker."""
     training = trains("h1:1,h2:1,h3:1", min=1, silence=SILENCE)
-    faults = {
-        "cut off": lambda: network.cut("h3"),
-        "only its packets are lost": lambda: network.cut_between("h3", DRIVER, one_way=True),
-        "only packets to it are lost": lambda: network.cut_between(DRIVER, "h3", one_way=True),
-    }
     old, seen = [], []
-    for fault in faults.values():
+    for _ in range(2):
         training.wait_for_world(3, timeout=LONG)
         old.append(worker_on(training, "h3"))
         count = len(event_texts(training.cluster, "host-lost", "h3"))
-        fault()
+        network.cut("h3")
         reason = wait_for_loss(training, "h3", count)
         seen.append(len(training.cluster.events))
         assert re.match(r"h3: no message from it for [2-9] s; tried again in", reason)
         training.wait_for_world(2, timeout=LONG)
         network.heal()
     training.wait_for_world(3, timeout=LONG)
-    assert len({worker.id for worker in (*old, worker_on(training, "h3"))}) == 4
+    assert len({worker.id for worker in (*old, worker_on(training, "h3"))}) == 3
     until(lambda: not any(alive(worker.pid) for worker in old), LONG, "the old processes to end")
     for worker, since in zip(old, seen, strict=True):
         check_no_trace(training, worker, since)

@@ -1,0 +1,94 @@
+"""Hosts whose connection to the driver has ended while their agents run on, as over ssh.
+
+Their workers train on. But they receive no order, so such a host is lost as soon as the training breaks. A change that has begun
+waits for it for some seconds, and a change that is only planned for a minute.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import commands as cmd
+from nbelastic.core import halts, losses
+from nbelastic.core.commands import Commands
+from nbelastic.core.host_slots import with_host
+from nbelastic.core.reasons import Reason
+from nbelastic.core.state import ClusterState, HostPhase, Stage
+from nbelastic.protocol.cluster_limits import NEVER
+from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
+
+BLIP = 3.0  # seconds in which a host that is only just needed may be reached again
+NEWS = "; nbelastic opens another one"
+
+
+def changed(
+    cluster: ClusterState, event: HostDisconnected | HostReconnected, now: float, out: Commands
+) -> ClusterState:
+    """Note that a host receives no orders, or that it does so again."""
+    match event:
+        case HostDisconnected(host=name, reason=reason):
+            return _disconnected(cluster, name, reason, now, out)
+        case HostReconnected(host=name):
+            return _reconnected(cluster, name, now, out)
+
+
+def _disconnected(cluster: ClusterState, name: str, reason: str, now: float, out: Commands) -> ClusterState:
+    """A host that is not up yet is lost."""
+    host = cluster.hosts.get(name)
+    if host is None or host.phase is HostPhase.LOST:
+        return cluster
+    if not host.is_up:
+        return losses.exclude_host(cluster, name, reason, now, out, kind="host-lost")
+    if name not in cluster.disconnected:
+        text = f"{name}: {reason}{NEWS}, and its workers go on"
+        out.append(cmd.Record("host-disconnected", text, host=name))
+    since = cluster.disconnected.get(name, now)
+    cluster = with_host(cluster, replace(host, reason=f"{reason}{NEWS}"))
+    return replace(cluster, disconnected={**cluster.disconnected, name: since})
+
+
+def _reconnected(cluster: ClusterState, name: str, now: float, out: Commands) -> ClusterState:
+    since = cluster.disconnected.get(name)
+    if since is None:
+        return cluster
+    out.append(cmd.Record("host-reconnected", f"{name} can be reached again, after {now - since:.0f} s", host=name))
+    disconnected = {n: at for n, at in cluster.disconnected.items() if n != name}
+    return with_host(replace(cluster, disconnected=disconnected), replace(cluster.hosts[name], reason=""))
+
+
+def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+    """Give up disconnected hosts without which the job cannot go on, or for which a change has waited too long."""
+    for name, since in list(cluster.disconnected.items()):
+        if now >= since + _patience(cluster) and name in cluster.disconnected:
+            why = cluster.hosts[name].reason.partition(NEWS)[0]
+            cluster = losses.exclude_host(cluster, name, why, now, out, kind="host-lost")
+    return cluster
+
+
+def deadline(cluster: ClusterState) -> float:
+    """When the first disconnected host is given up."""
+    return min(cluster.disconnected.values(), default=NEVER) + _patience(cluster)
+
+
+def _patience(cluster: ClusterState) -> float:
+    """Seconds for which the job can do without the connection to a host."""
+    if cluster.active is None or cluster.stands_still:
+        return NEVER
+    if cluster.stage is Stage.GATHERING or cluster.suspects or cluster.stall is not None:
+        return 0.0  # the host may be the cause
+    if cluster.stage is not Stage.RUNNING:
+        return BLIP
+    return cluster.limits.timeouts.reconnect if is_change_wanted(cluster) else NEVER
+
+
+def is_change_wanted(cluster: ClusterState) -> bool:
+    """Whether the running world has to halt or change, for which each member needs an order."""
+    room = len(cluster.members) - len(cluster.leaving) < cluster.limits.most
+    newcomers = room and not cluster.newcomers <= cluster.held_back.keys()
+    return bool(cluster.leaving) or newcomers or halts.is_wanted(cluster)
+
+
+def wait(cluster: ClusterState) -> tuple[Reason, float]:
+    """The reason for which a change waits, and until when."""
+    until = min(cluster.disconnected.values()) + cluster.limits.timeouts.reconnect
+    return Reason("disconnected", names=tuple(sorted(cluster.disconnected))), until

@@ -1,0 +1,24 @@
+"""Events about the connections to hosts whose agents run on without one."""
+
+# mypy: disable-error-code="misc"
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
+from __future__ import annotations
+
+from nbelastic.protocol.events import Event
+
+
+class HostDisconnected(Event):
+    """Driver → core: the connection to this host's agent has ended, and is opened again. The agent may run on.
+
+    `number`: see `AgentLost`.
+    """
+
+    host: str
+    reason: str
+    number: int = 0
+
+
+class HostReconnected(Event):
+    """Driver → core: after `HostDisconnected`, a message of this host's agent has arrived."""
+
+    host: str

@@ -1,0 +1,84 @@
+"""An agent on another machine, behind a tunnel through ssh, which is opened again when it has broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbelastic.protocol.exit_codes import CONNECTION_LOST
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.settings import Settings
+from nbelastic.provision import ssh
+from nbelastic.provision.process_agent import AdoptedAgent, ProcessAgent
+from nbelastic.provision.tunnel_ports import ports_file
+from nbelastic.system.backoff import Backoff
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries to reach the agent again
+
+
+class TunnelledAgent:
+    """`on_disconnect(why)` is called when the ssh connection has ended and the agent may run on, and `on_stop(why)` at the end."""
+
+    job = ""
+
+    def __init__(
+        self,
+        spec: HostSpec,
+        settings: Settings,
+        log: Path,
+        on_stop: Callable[[str], None],
+        on_disconnect: Callable[[str], None],
+    ) -> None:
+        self._spec, self._python, self._log = spec, settings.python, log
+        self._on_stop, self._on_disconnect = on_stop, on_disconnect
+        arguments = json.dumps(ssh.command(spec, settings.python)), str(ports_file(settings.run_folder))
+        self._command = [sys.executable, "-c", ssh.TUNNEL, *arguments, json.dumps(settings.driver_lease)]
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._tunnel: ProcessAgent | AdoptedAgent | None = None
+        self._config: dict[str, Any] = {}
+        self._opened_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._killed = False
+
+    @property
+    def process(self) -> str:
+        return self._tunnel.process if self._tunnel is not None else ""
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._config = dict(config)
+        self._open(attach=False)
+
+    def adopt(self, process: str, config: Mapping[str, Any]) -> None:
+        """Take over the agent behind a tunnel that another driver has opened."""
+        self._config = dict(config)
+        self._tunnel = AdoptedAgent(process, lambda _: self._on_exit(CONNECTION_LOST, ""), signal.SIGTERM)
+        self._tunnel.start({})
+
+    def kill(self) -> None:
+        self._killed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            asyncio.get_running_loop().call_soon(self._on_stop, "it could not be reached")
+        elif self._tunnel is not None:
+            self._tunnel.kill()
+
+    def _open(self, *, attach: bool) -> None:
+        self._timer, self._opened_at = None, time.monotonic()
+        self._tunnel = ProcessAgent(self._command, self._log, self._on_exit, signal.SIGTERM)
+        self._tunnel.start({**self._config, "attach": attach})
+
+    def _on_exit(self, code: int | None, output: str) -> None:
+        if self._killed or code != CONNECTION_LOST:
+            self._on_stop(ssh.explain_exit(self._spec, code, output, self._python))
+            return
+        if time.monotonic() - self._opened_at > LONGEST_PAUSE:
+            self._backoff.reset()
+        self._on_disconnect(ssh.explain_exit(self._spec, code, output, self._python))
+        self._timer = asyncio.get_running_loop().call_later(self._backoff.next(), lambda: self._open(attach=True))

@@ -1,0 +1,137 @@
+"""Hosts whose connection to the driver has ended while their agents run on."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core.liveness import is_host_lost
+from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
+from tests.core.story import Story, wid, with_stage
+
+WHY = "the ssh connection to c has ended"
+
+
+def disconnect(story: Story, host: str = "c") -> Story:
+    story.send(HostDisconnected(host, f"the ssh connection to {host} has ended"))
+    return story
+
+
+def lost(story: Story) -> list[str]:
+    return story.records("host-lost")
+
+
+def test_training_goes_on_without_the_connection():
+    """A host that receives no order trains on; its reason says so until it is reached again. Nothing is lost or repeated."""
+    story = with_stage(Stage.RUNNING)
+    disconnect(disconnect(story))
+    assert story.cluster.hosts["c"].reason == f"{WHY}; nbelastic opens another one"
+    story.quiet(300.0)
+    assert (story.cluster.stage, story.cluster.resets, lost(story)) == (Stage.RUNNING, 0, [])
+    story.send(HostReconnected("c"))
+    assert story.cluster.hosts["c"].reason == ""
+    assert not story.cluster.disconnected
+    assert len(story.records("host-disconnected")) == 1
+    assert story.records("host-reconnected") == ["c can be reached again, after 300 s"]
+
+
+@pytest.mark.parametrize("how", ["death", "suspect", "stall"])
+def test_it_is_lost_as_soon_as_the_training_breaks(how):
+    """Its workers get no order for the next generation: when the world breaks or stalls, the host is lost with that reason."""
+    story = disconnect(with_stage(Stage.RUNNING))
+    match how:
+        case "death":
+            story.kill("b/0#1")
+        case "suspect":
+            story.raised("a/0#1", "connection closed by peer", intact=False)
+        case "stall":
+            story.send(ev.StallDetected(story.cluster.generation, 6.0))
+    assert lost(story) == [f"c: {WHY}; tried again in 1 s"]
+    story.quiet(5.0)
+    assert story.cluster.stage is Stage.RUNNING
+    assert "c/0#1" not in story.names
+
+
+def test_it_is_lost_if_the_training_has_just_broken():
+    """The break is reported first: the host is lost as soon as its connection ends."""
+    story = disconnect(with_stage(Stage.GATHERING))
+    assert len(lost(story)) == 1
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("stage", [Stage.FORMING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING])
+def test_a_host_that_is_needed_just_now_has_three_seconds(stage, returns):
+    """While a world forms or changes each member needs orders. A host that is soon reached again stays, another one is lost."""
+    story = disconnect(with_stage(stage)).hang("c/0#1")
+    story.wait(2.9)
+    assert lost(story) == []
+    if returns:
+        story.send(HostReconnected("c"))
+    story.wait(0.2)
+    assert len(lost(story)) == (not returns)
+
+
+def test_a_change_waits_for_a_minute():
+    """A newcomer waits until the host can be reached; after a minute the host is given up, and the newcomer joins."""
+    story = disconnect(with_stage(Stage.RUNNING, cooldown=(100.0, 100.0)))
+    story.add("d:1").quiet(30.0)
+    assert "d/0#1" not in story.names
+    assert story.reason.endswith("the next change waits for the connection to c")
+    story.quiet(31.0)
+    assert len(lost(story)) == 1
+    assert "d/0#1" in story.names
+
+
+def test_a_change_is_made_once_the_host_is_reached_again():
+    """The change that has waited is made as soon as the host is reached again, and nothing is lost."""
+    story = disconnect(with_stage(Stage.RUNNING))
+    story.add("d:1").quiet(30.0)
+    story.send(HostReconnected("c"))
+    story.quiet(5.0)
+    assert story.names == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
+    assert (lost(story), story.cluster.resets) == ([], 0)
+
+
+def test_idle_hosts_wait_for_their_connection():
+    """Without a job nothing needs the host: its workers stay, with what cells have made in them."""
+    story = disconnect(Story("a:1", "c:1", min=1).answer())
+    story.wait(30.0)
+    assert story.alive("c") == ["c/0#1"]
+    story.send(HostReconnected("c"))
+    assert lost(story) == []
+
+
+def test_a_host_that_has_not_come_up_is_lost():
+    """A connection that ends before the agent has sent anything is a failed start."""
+    story = Story("a:1", min=1).answer()
+    story.add("c:1")
+    disconnect(story)
+    assert story.cluster.hosts["c"].phase is HostPhase.LOST
+
+
+def test_the_end_of_its_agent_is_a_loss_as_any():
+    """The host is reached again and its agent has ended: it is lost, and forgotten as a host without a connection."""
+    story = disconnect(with_stage(Stage.RUNNING))
+    story.lose_host("c")
+    assert not story.cluster.disconnected
+    story.quiet(5.0)
+    assert wid("c/0#2") in story.cluster.member_set
+
+
+@pytest.mark.parametrize(
+    ("silence", "since_commit", "since_cut_off", "is_lost"),
+    [
+        (9.0, None, None, False),
+        (11.0, None, None, True),
+        (11.0, 0.1, None, False),  # its world makes commits, which need it
+        (30.0, 11.0, None, True),
+        (30.0, 30.0, 0.0, False),  # the driver is cut off
+        (30.0, 30.0, 9.0, False),  # it was, and another host was reached sooner
+        (30.0, 30.0, 11.0, True),
+        (901.0, 0.1, 0.1, True),
+    ],
+)
+def test_when_silence_is_a_loss(silence, since_commit, since_cut_off, is_lost):
+    """A silent host is lost after 10 s, unless a commit or the driver's own network explains it; after the lease always."""
+    assert is_host_lost(silence, since_commit, since_cut_off, most=10.0, lease=900.0) is is_lost
