@@ -87,6 +87,7 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         store=event.store,
         has_state=holds_newest_state(cluster, old, event),
         program=event.program,
+        breakpoint_at="",  # pdb does not report each way out of it
     )
     cluster = unassign_kept_state(without(cluster, (w,), "hung"), worker)
     if w not in cluster.member_set:

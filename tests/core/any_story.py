@@ -13,7 +13,7 @@ from nbelastic.protocol.connection_events import HostDisconnected, HostReconnect
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.program_events import BreakpointLeft, BreakpointReached, SwapCancelled, SwapSubmitted
+from nbelastic.protocol.program_events import BreakpointReached, SwapCancelled, SwapSubmitted
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
 from tests.core.story import Story
@@ -77,7 +77,7 @@ class AnyStory(RuleBasedStateMachine):
     @precondition(lambda self: self.story.cluster.hosts)
     @rule()
     def discovery_fails(self):
-        workers = self.story.cluster.workers
+        workers = self.story.wait(0.0).cluster.workers
         self.story.send(ev.DiscoveryFailed("no answer"))
         assert self.story.cluster.workers == workers, "a failing discovery changes no worker"
 
@@ -117,12 +117,13 @@ class AnyStory(RuleBasedStateMachine):
         self.story._unsay(w, ev.CommitCellEnded)
         self.story.send(ev.CommitCellEnded(w, halt.cells[0].number, begun, "x" * changed))
 
-    @precondition(lambda self: self.story.cluster.members)
+    @precondition(lambda self: any(fake.generation for fake in self.story.fakes.values()))
     @rule(data=st.data(), leaves=st.booleans())
     def come_to_breakpoint(self, data, leaves):
-        w = data.draw(st.sampled_from(sorted(self.story.cluster.members)))
+        fakes = self.story.fakes
+        w = data.draw(st.sampled_from(sorted(w for w, fake in fakes.items() if fake.generation)))
         if leaves:
-            self.story.send(BreakpointLeft(w))
+            self.story.leave_debugger(w)
         else:
             self.story.send(BreakpointReached(w, 1, "train.py:9 in step", ""))
 

@@ -43,6 +43,7 @@ class FakeWorker:
     stands: int = 0  # the generation whose group it has kept when its program ended
     stopped: str = ""  # why it was asked to stop
     asks: bool = False  # it hangs and asks how to end
+    debugs: bool = False  # its program waits in the debugger
     program: int = 0  # of its job
     old: tuple[int, int] | None = None  # while it tries a new program: the old one, and the commit at which it was left
 

@@ -17,13 +17,16 @@ from nbelastic.protocol import messages
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.program_events import SwapFailed
+from nbelastic.protocol.program_events import BreakpointLeft, BreakpointReached, SwapFailed
 from tests.core.fakes import SIGKILL, FakeCluster, wid
 from tests.core.invariants import check, check_doubled, check_stores
 
 AWAITED = (
     *(ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported),
     *(ev.WorkerHalted, ev.CommitCellEnded),
+)
+FROM_PROGRAM = (  # what a program in the debugger does not report before it has left it
+    *(ev.WorkerFormed, ev.WorkerHalted, ev.CommitCellEnded, ev.WorkerRaised, ev.WorkerSucceeded, SwapFailed),
 )
 IN_TIME = 1e-6
 ASKS = 20  # how often hung workers ask in one `quiet`
@@ -50,6 +53,8 @@ class Story(FakeCluster):
         """Give events to the core and carry out its commands. Returns the commands of the last event."""
         commands: tuple[cmd.Command, ...] = ()
         for event in events:
+            if isinstance(event, FROM_PROGRAM):
+                self.leave_debugger(event.worker)
             before = self.cluster
             self.note_sent(event)
             self.cluster, commands = step(before, event, self.now)
@@ -58,7 +63,8 @@ class Story(FakeCluster):
                 self._obey(command)
             check(before, self.cluster, commands, self.now)
             check_stores(self, event, commands)
-            check_doubled(self.cluster, event, self.now)
+            if deadline(before, self.now) > self.now:  # else a message may belong to what has ended in this step
+                check_doubled(self.cluster, event, self.now)
         return commands
 
     def note_sent(self, event: ev.Event) -> None:
@@ -75,6 +81,18 @@ class Story(FakeCluster):
                 generation == fake.generation
             ):
                 fake.word = event
+            case BreakpointReached():
+                fake.debugs = True
+            case BreakpointLeft():
+                fake.debugs = False
+            case ev.WorkerReady() if event is fake.word:  # pdb may not have reported that it was left
+                fake.debugs = False
+
+    def leave_debugger(self, *workers: WorkerId) -> None:
+        """The users let these programs go on that wait in the debugger."""
+        for w in workers:
+            if w in self.fakes and self.fakes[w].debugs:
+                self.send(BreakpointLeft(w))
 
     def fail_program(self, w: WorkerId) -> None:
         """A new program raises on this worker before its first commit."""

@@ -51,3 +51,28 @@ def test_others_that_wait_for_it_replace_no_member(stage):
     story.send(BreakpointLeft(W))
     story.answer()
     assert story.cluster.phase == "paused"
+
+
+def test_a_worker_that_waits_for_a_world_has_left_the_debugger():
+    """Also if it did not report that: pdb steps over a `yield` without stopping, and the world may break in that step.
+
+    Else each deadline would begin again without end: here a world whose members do not connect.
+    """
+    story = Story("a:1", "b:1", "c:1", "d:1", min=2, max=3, cooldown=(0.0, 0.0)).run().commit(5)
+    reach(story).kill("a/0#1").hear(ev.WorkerReady)
+    assert story.cluster.stage is Stage.FORMING
+    assert not story.cluster.workers[W].breakpoint_at
+    story.hang("c/0#1").quiet(600.0)
+    assert W in story.cluster.members
+    assert story.cluster.stage is Stage.RUNNING, story.reason
+
+
+def test_others_wait_for_a_breakpoint_in_a_reset_callback():
+    """There the group has formed: no member is late, and the user may think for as long as they like."""
+    story = with_stage(Stage.FORMING)
+    reach(story).hang(str(W)).quiet(3600.0)
+    assert story.cluster.stage is Stage.FORMING
+    assert W in story.cluster.members
+    story.silent.clear()
+    story.send(BreakpointLeft(W), ev.WorkerFormed(W, story.cluster.generation))
+    assert story.cluster.stage is Stage.RUNNING, story.reason

@@ -80,7 +80,7 @@ class EveryStory(AnyStory):
         """All members but one wait in a collective, and two rounds of positions show it."""
         story = self.story
         slow = data.draw(st.sampled_from(sorted(story.cluster.members)))
-        for w in story.cluster.member_set - {slow}:
+        for w in (story.cluster.member_set - {slow}).intersection(story.fakes):
             story.fakes[w].begun += 1
         for past in (0.0, seconds):
             story.wait(past)
@@ -191,6 +191,7 @@ class EveryStory(AnyStory):
         story = self.story
         self.mend()
         story.send(ev.ResumeRequested("a test"))
+        story.leave_debugger(*story.fakes)
         for name in [name for name in story.cluster.hosts if story.cluster.hosts[name].phase is not HostPhase.DRAINING]:
             story.add(f"{name}:{story.cluster.hosts[name].spec.slots}")  # clears its failures
         for _ in range(LONG_ENOUGH):
