@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -17,6 +18,7 @@ from typing import Any, Self
 
 import pytest
 from fake_view import View
+from lab_notebook import KERNEL_READY, prompt
 from playwright.sync_api import expect
 from view_samples import NOW
 
@@ -28,6 +30,10 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # all cells stay in the page
 }
+EXPECTED_ERRORS = (
+    "undefined (reading 'schema')",  # an error of Notebook 7.6 in its own settings
+    "net::ERR_NETWORK_CHANGED",  # another worker of pytest-xdist has started or ended a network of tests/hosts
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -154,6 +160,33 @@ def lab(server):
     """A running server; each test's kernels end with the test."""
     yield server
     server.end_kernels()
+
+
+@pytest.fixture
+def notebook(page, lab):
+    """Open a notebook and return a function that runs its cells. The test fails if the browser has logged an error."""
+    complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
+
+    def open_(address):
+        page.goto(address)
+        page.wait_for_function(KERNEL_READY, timeout=60_000)
+
+        def run(number, *, ends=True):
+            if lab.app == "lab":
+                prompt(page, number).click()
+                page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell') }")
+            else:
+                page.locator(".jp-Cell .jp-InputArea-editor").nth(number).click()
+                page.keyboard.press("Control+Enter")
+            if ends:
+                expect(prompt(page, number)).to_have_text(re.compile(r"\[\d+\]:"), timeout=60_000)
+
+        return run
+
+    yield open_
+    assert [text for text in complaints if not any(known in text for known in EXPECTED_ERRORS)] == []
 
 
 @pytest.fixture

@@ -3,105 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from lab_notebook import BUSY, LOAD, START, TRAIN, chip, process_shown, prompt
 from playwright.sync_api import expect
 
-from tests.support.processes import alive
-from tests.support.waiting import until
-
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
-
-LOAD = "%load_ext nbelastic"
-START = "%elastic_start --min 2 --max 4 --hosts localhost:2 --cooldown 0 0 --silence 2"
-PROGRAM = """import os, time
-import torch, torch.distributed as dist
-import nbelastic as nbe
-
-state = nbe.ObjectState(step=0)
-
-def load():
-    while nbe.rank() == 1 and os.path.exists("slow"):
-        time.sleep(0.05)
-
-@nbe.elastic
-def train(state):
-    while True:
-        time.sleep(0.02)
-        load()
-        dist.all_reduce(torch.ones(1))
-        state.step += 1
-        state.report(loss=2 / (1 + state.step / 100), total=100_000)
-        if state.step % 50 == 0:
-            print("step", state.step)
-        state.commit()
-
-train(state)
-"""
-TRAIN = f"%%elastic_run --job job\n{PROGRAM}"
-BUSY = """import os, time
-while not os.path.exists("awake"):
-    time.sleep(0.1)
-"""
-EXPECTED_ERRORS = (
-    "undefined (reading 'schema')",  # an error of Notebook 7.6 in its own settings
-    "net::ERR_NETWORK_CHANGED",  # another worker of pytest-xdist has started or ended a network of tests/hosts
-)
-KERNEL_READY = """() => {
-    const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
-    return kernel?.connectionStatus === "connected" && kernel.status === "idle";
-}"""
-
-
-@pytest.fixture
-def notebook(page, lab):
-    """Open a notebook and return a function that runs its cells. The test fails if the browser has logged an error."""
-    complaints = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
-
-    def open_(address):
-        page.goto(address)
-        page.wait_for_function(KERNEL_READY, timeout=60_000)
-
-        def run(number, *, ends=True):
-            if lab.app == "lab":
-                prompt(page, number).click()
-                page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell') }")
-            else:
-                page.locator(".jp-Cell .jp-InputArea-editor").nth(number).click()
-                page.keyboard.press("Control+Enter")
-            if ends:
-                expect(prompt(page, number)).to_have_text(re.compile(r"\[\d+\]:"), timeout=60_000)
-
-        return run
-
-    yield open_
-    assert [text for text in complaints if not any(known in text for known in EXPECTED_ERRORS)] == []
-
-
-def prompt(page, number):
-    return page.locator(".jp-InputArea-prompt").nth(number)
 
 
 def complaints_of_axe(page):
     """The violations that axe-core finds in the view: the rule, and the first element that breaks it."""
     found = Axe().run(page, context=".nbe").response["violations"]
     return [(violation["id"], violation["nodes"][0]["html"][:200]) for violation in found]
-
-
-def chip(view, name):
-    """The button of a slot, by the beginning of its label: `rank 1` or, without a rank, `slot 0`."""
-    return view.get_by_role("button", name=re.compile(rf"^{name}\b"))
-
-
-def process_shown(detail):
-    """The pid that the details of a worker name."""
-    expect(detail).to_contain_text(re.compile(r"Process\s*\d"))
-    return int(re.search(r"Process\s*(\d+)", detail.inner_text()).group(1))
 
 
 def test_the_dashboard_works_while_a_cell_runs(lab, page, notebook, output_path):
@@ -174,54 +89,7 @@ def test_the_view_returns_after_a_reload_and_can_be_shown_twice(lab, page, noteb
     run(3)
 
 
-def test_a_view_whose_kernel_was_restarted_shows_that(lab, page, notebook):
-    """It warns and accepts no requests; all processes of the cluster have ended."""
-    run = notebook(lab.write("restart", LOAD, START, "1 + 1"))
-    run(0)
-    run(1)
-    view = page.locator(".nbe").first
-    expect(view.locator(".nbe-phase")).to_have_text("ready")
-    chip(view, "slot 0").click()
-    pid = process_shown(view.locator(".nbe-detail"))
-    page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
-    expect(view.get_by_role("alert")).to_contain_text("the kernel")
-    expect(view.get_by_role("button", name="Add host")).to_be_disabled()
-    page.wait_for_function(KERNEL_READY, timeout=60_000)
-    run(2)
-    until(lambda: not alive(pid))
-
-
-def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path):
-    """Another kernel attaches: the dashboard has the same events, logs and requests, and the training goes on undisturbed."""
-    page.set_viewport_size({"width": 1300, "height": 1500})
-    name = f"lab-{os.getpid()}"
-    stop = "%elastic_stop"
-    run = notebook(lab.write("kept", LOAD, f"{START} --keep --name {name}", TRAIN, f"%elastic_attach {name}", stop))
-    view, facts = page.locator(".nbe"), page.locator(".nbe-facts")
-    run(0)
-    run(1)
-    run(2)
-    expect(facts.first).to_contain_text("2 / 2–4")
-    expect(facts.first).to_contain_text("loss")
-    page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
-    expect(view.first.get_by_role("alert")).to_contain_text("the kernel")
-    page.wait_for_function(KERNEL_READY, timeout=60_000)
-    run(0)
-    run(3)
-    expect(facts.last).to_contain_text("2 / 2–4")
-    expect(facts.last).to_contain_text("loss")
-    expect(view.last.locator(".nbe-log")).to_contain_text("world of 2 at generation 1")
-    view.last.get_by_role("tab", name="Logs").click()
-    expect(view.last.locator(".nbe-lines")).to_contain_text("step 50")
-    view.last.screenshot(path=f"{output_path}/attached.png")
-    view.last.get_by_label("Host to add").fill("127.0.0.2:1")
-    view.last.get_by_role("button", name="Add host").click()
-    expect(facts.last).to_contain_text("3 / 2–4")
-    run(4)
-    expect(view.last.locator(".nbe-phase")).to_have_text("finished")
-
-
-@pytest.mark.soak
+@pytest.mark.soak(seconds=25)
 @pytest.mark.parametrize("server", ["dark"], indirect=True)
 def test_the_view_works_by_keyboard_alone_in_a_dark_theme(lab, page, notebook, output_path):
     """Tab, arrows and Enter reach each control. A slot is opened and its worker restarted; the second Enter stops the cluster."""
@@ -260,7 +128,7 @@ def test_the_view_works_by_keyboard_alone_in_a_dark_theme(lab, page, notebook, o
     expect(view.locator(".nbe-phase")).to_have_text("finished")
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=25)
 @pytest.mark.parametrize("server", ["notebook"], indirect=True)
 def test_the_dashboard_works_in_jupyter_notebook_7(lab, page, notebook):
     """The same view; clicks are handled while a cell runs."""

@@ -18,6 +18,7 @@ from tests.gpu.running import run_part
 
 ROOT = Path(__file__).parents[2]
 IN_EVERY_RUN = ("double", "newcomers")
+SECONDS = {"commit-cost": 22.0, "deaths": 16.0}  # of the longest parts
 
 
 def runs():
@@ -25,7 +26,9 @@ def runs():
     for kind in ("cpu", "double"):
         for part in PARTS[1:]:
             if not part.needs(Found(kind)):
-                marks = () if (kind, part.name) == IN_EVERY_RUN else pytest.mark.soak
+                marks = (
+                    () if (kind, part.name) == IN_EVERY_RUN else pytest.mark.soak(seconds=SECONDS.get(part.name, 10.0))
+                )
                 yield pytest.param(kind, part.name, marks=marks)
 
 

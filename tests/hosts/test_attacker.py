@@ -20,6 +20,7 @@ from nbelastic.provision.tcp_proxy_process import MOST_PER_PEER
 from tests.hosts.cluster_checks import LONG, worker_on
 from tests.hosts.network import DRIVER
 from tests.process.training import in_one_generation
+from tests.support import soak
 from tests.support.processes import agent_of_worker, controller_file, driver_pid, processes_of, run_folder
 from tests.support.waiting import until
 
@@ -220,7 +221,7 @@ def nothing_changes(training):
     )
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=30)
 @pytest.mark.timeout(300)
 def test_ten_thousand_broken_messages(network, trains):
     """Ten thousand broken messages to all endpoints change nothing; the workers' endpoints accept no connection."""
@@ -235,14 +236,17 @@ def test_ten_thousand_broken_messages(network, trains):
     training.finish()
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=60)
 @pytest.mark.timeout(300)
-def test_two_thousand_connections_to_each_endpoint(network, trains):
-    """Under two thousand connections to each endpoint the training goes on; under 400 a host joins and a worker is replaced."""
+def test_thousands_of_connections_to_each_endpoint(network, trains):
+    """Under two thousand connections to each endpoint, or 400 without `-m soak`, the training goes on.
+
+    Under 400 a host joins and a worker is replaced.
+    """
     training, attacker = under_attack(network, trains)
     with nothing_changes(training):
         endpoints = Endpoints(network, training)
-        with attacker.flooded(endpoints.open, 2000) as count_open:
+        with attacker.flooded(endpoints.open, soak.repetitions(2000)) as count_open:
             until(
                 lambda: max(accepted(training.cluster).values(), default=0) <= MOST_PER_PEER,
                 LONG,

@@ -99,7 +99,7 @@ def test_kernel_driver_and_ssh_clients_die(kept):
     end(training)
 
 
-@pytest.mark.parametrize("with_driver", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("with_driver", [pytest.param(False, marks=pytest.mark.soak(seconds=22)), True])
 def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
     """A cluster that is not kept trains on while its kernel is stopped: the ssh connections stay.
 
@@ -145,7 +145,7 @@ def event_kinds(kernel: Kernel) -> set[str]:
     return {json.loads(line).get("record", {}).get("kind", "") for line in lines}
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=15)
 def test_hosts_end_with_the_lease(kept):
     """Without a kernel, hosts on other machines end with the lease, too."""
     kernel = kept(lease=5.0)
@@ -154,7 +154,7 @@ def test_hosts_end_with_the_lease(kept):
     wait_for_end(kernel)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=15)
 @pytest.mark.parametrize("with_controller", [False, True])
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_controller):
     """When kernel and driver are killed, ipyparallel's controller ends the hosts; without it, the TCP proxy does."""

@@ -87,7 +87,7 @@ def test_this_machine_and_others_train_together(network, make, trains):
     assert [(row["rank"], row["cross"]) for row in rows] == [(0, (0, 2)), (1, (1, 2))]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=15)
 def test_a_newcomer_that_does_not_reach_its_peers(network, trains):
     """A newcomer that does not reach a member is left out with that reason; after the network is healed, it joins."""
     training = trains("h1:1,h2:1", min=1, cooldown=(1, 2))

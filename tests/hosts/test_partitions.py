@@ -51,7 +51,7 @@ def test_a_host_dies_and_comes_back(network, trains):
     assert len(event_texts(training.cluster, "world-broken")) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=40)
 @pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_leaves_no_stale_worker(network, trains):
     """A host that is cut off from all, twice, is lost after `silence`; healed, it joins with a new worker."""
@@ -75,7 +75,7 @@ def test_a_host_that_is_cut_off_leaves_no_stale_worker(network, trains):
     assert len(training.finish(timeout=LONG)) == 3
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=30)
 def test_two_hosts_that_do_not_reach_each_other(network, trains):
     """When two hosts reach the driver but not each other, one is left out with that reason; healed, it joins again."""
     training = trains("h1:1,h2:1,h3:1", min=1, silence=SILENCE)
@@ -116,7 +116,7 @@ def test_a_newcomer_that_does_not_reach_one_member(network, trains):
     assert len(training.finish(timeout=LONG)) == 4
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=35)
 @pytest.mark.timeout(300)
 def test_a_slow_host_is_not_lost(network, trains):
     """With a delay of 200 ms and a loss of one packet in twenty, the training is slow, and no worker is lost."""
@@ -152,7 +152,7 @@ def train_and_hold_lock(folder, **options):
     return programs.train(folder, **options)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=40)
 @pytest.mark.timeout(300)
 def test_failures_of_workers_have_different_reasons(network, trains):
     """A stopped worker, an unresponsive worker and a hung worker are each reported with their reason."""

@@ -101,7 +101,7 @@ def external_nodes(cluster: nbe.Cluster) -> list[str]:
     return [host.name for host in cluster.hosts if host.name.startswith("torchrun-")]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=40)
 @pytest.mark.timeout(300)
 def test_a_script_on_hosts_that_die_are_cut_off_and_join(network, make, tmp_path):
     """When a host is lost, the script restarts on the others at once; it grows when the host returns or another joins."""
@@ -161,7 +161,7 @@ def torchrun_of(external: str) -> int:
     return int(external.rpartition("-")[2])
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=30)
 @pytest.mark.timeout(300)
 def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal, carry, tmp_path):
     """Torchruns on two machines join this host. One is killed, one cut off: both are lost, and their workers end."""

@@ -20,7 +20,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that is marked `on_both`, and makes a cluster, runs on the double of NCCL as well."""
     mark = metafunc.definition.get_closest_marker("on_both")
     if mark is not None and not mark.kwargs.get("never") and "backend" in metafunc.fixturenames:
-        marks = () if mark.kwargs.get("always") else pytest.mark.soak
+        times = {name: value for name, value in mark.kwargs.items() if name == "seconds"}
+        marks = () if mark.kwargs.get("always") else pytest.mark.soak(**times)
         metafunc.parametrize("backend", ["gloo", pytest.param("nccl", marks=marks)], indirect=True)
 
 

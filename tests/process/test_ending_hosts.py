@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from nbelastic.cli.main import main
+from tests.support import soak
 from tests.support.processes import alive
 from tests.support.waiting import until
 
@@ -26,12 +27,12 @@ def has_left(cluster, host):
     return host not in [each.name for each in cluster.hosts]
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.soak(seconds=25))])
 @pytest.mark.timeout(900)
 def test_sigterm_costs_no_step(trains, rounds):
     """The workers of one host after the other leave at a commit, rank 0's too. Each step is made once; nothing is lost."""
     training = trains(",".join(f"{host}:1" for host in HOSTS), min=1)
-    for number in range(rounds):
+    for number in range(rounds if rounds == 2 else soak.repetitions(rounds)):
         host = HOSTS[number % 3]
         training.wait_for_world(3)
         agent = agent_of(training.cluster, host)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import signal
 import time
 
@@ -11,6 +10,7 @@ import pytest
 import nbelastic as nbe
 from tests.process import interrupted_transfer
 from tests.process.training import by_rank
+from tests.support import soak
 from tests.support.nccl_double import CLUSTERS
 from tests.support.waiting import until
 
@@ -80,12 +80,12 @@ def test_without_memory_and_with_copies_the_ranks_go_on_from_the_older_commit(cl
     assert last_of(run(1, "sends", scarce=True, steps=2).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=25)
 @pytest.mark.timeout(600)
 def test_a_sender_that_is_killed_or_stopped_at_any_moment_leaves_no_mixture(cluster, run):
     """When the sender is killed or stopped at any moment after a break, the job ends, and every state is whole."""
-    chance = random.Random(1)
-    for attempt in range(20):
+    chance = soak.chances("transfer")
+    for attempt in range(soak.repetitions(20)):
         known = len(cluster.events)
         job = run(1, "")
         until(lambda known=known: any(event.kind == "world-broken" for event in cluster.events[known:]))

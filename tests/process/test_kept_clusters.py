@@ -66,10 +66,10 @@ def test_a_killed_driver_costs_no_step(kept):
         ("agent", "part"),
         ("template", "kernel"),
         ("controller", "part"),
-        pytest.param("worker", "part", marks=pytest.mark.soak),
-        pytest.param("agent", "kernel", marks=pytest.mark.soak),
-        pytest.param("template", "part", marks=pytest.mark.soak),
-        pytest.param("controller", "kernel", marks=pytest.mark.soak),
+        pytest.param("worker", "part", marks=pytest.mark.soak(seconds=15)),
+        pytest.param("agent", "kernel", marks=pytest.mark.soak(seconds=15)),
+        pytest.param("template", "part", marks=pytest.mark.soak(seconds=15)),
+        pytest.param("controller", "kernel", marks=pytest.mark.soak(seconds=15)),
     ],
 )
 def test_a_kernel_and_another_part_die(kept, part, first):
@@ -247,7 +247,7 @@ def test_a_script_that_ends_without_a_driver(kept):
     cluster.stop()
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=12)
 def test_a_survivor_saves_when_rank_0_and_the_kernel_are_lost(kernel_is_killed):
     """When rank 0 is lost and no kernel comes, a survivor writes the last checkpoint."""
     kernel_is_killed(with_driver=True, with_rank_0=True)

@@ -217,6 +217,7 @@ def test_the_reset_limit_ends_the_job_with_that_reason(trains):
     assert "SIGKILL" in str(error)
 
 
+@pytest.mark.on_both(seconds=12)
 def test_elastic_timeout_names_what_it_waited_for(trains):
     """When workers are too few for `elastic_timeout`, the job fails, and the error says what was missing."""
     training = trains("localhost:2", min=2, elastic_timeout=10, cooldown=(60, 60))
@@ -228,6 +229,7 @@ def test_elastic_timeout_names_what_it_waited_for(trains):
 
 
 @pytest.mark.cold
+@pytest.mark.on_both(seconds=20)
 def test_a_killed_agent_is_started_again_with_its_workers(trains):
     """When an agent is killed, its host and workers are lost; the others go on, and the host is started again."""
     training = trains("localhost:2,127.0.0.2:1", min=1)

@@ -32,12 +32,13 @@ def run(cluster, tmp_path):
     return lambda program, *args: cluster.run(program, str(tmp_path), *args)
 
 
+@pytest.mark.on_both(seconds=20)
 @pytest.mark.parametrize(
     ("parts", "init"),
     [
         pytest.param(PARTS, None, id="parts"),
         pytest.param(MESHES, sharded_parts.set_values, id="meshes"),
-        pytest.param(COMPILED, None, id="compiled", marks=pytest.mark.soak),
+        pytest.param(COMPILED, None, id="compiled", marks=pytest.mark.soak(seconds=20)),
     ],
 )
 def test_weights_through_a_kill_a_growth_and_a_removal(cluster, run, tmp_path, parts, init):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import threading
 
@@ -18,6 +17,7 @@ from nbelastic.errors import JobError, UsageError
 from nbelastic.protocol import requests, worker_messages
 from tests.process import programs, sharded_training
 from tests.process.training import Training, by_rank
+from tests.support import soak
 from tests.support.nccl_double import CLUSTERS
 from tests.support.waiting import until
 
@@ -199,16 +199,16 @@ def test_a_program_with_another_kind_of_state_is_refused(training):
     finish(training)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=20)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [1, 4])
 def test_random_kills_beside_swaps_change_no_weight(tmp_path, backend, every):
     """Good and broken programs, and kills at any moment: the weights are those of an undisturbed training."""
-    chance, kills = random.Random(every), 0
+    chance, kills = soak.chances("swaps", every), 0
     options = {"cooldown": (0, 0), "log_dir": tmp_path / "logs", **CLUSTERS[backend]}
     with nbe.Cluster("localhost:2,127.0.0.2:2", min=1, max=4, **options) as cluster:
         training = Training(cluster, tmp_path / "steps", sharded_training.train, every=every)
-        while kills < 30:
+        while kills < soak.repetitions(30):
             training.wait_for_world(4)
             victim, later = chance.choice(by_rank(cluster)), chance.uniform(0, 0.3)
             timer = threading.Timer(later, os.kill, (victim.pid, signal.SIGKILL))

@@ -377,7 +377,7 @@ while attempt(die_at_byte, size):
 """
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=30)
 def test_killed_at_any_moment_there_is_a_checkpoint_to_use(two, tmp_path_factory, capsys):
     """A process is killed at each of its system calls, and at many bytes, while it writes one checkpoint and removes another.
 

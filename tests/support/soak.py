@@ -1,8 +1,9 @@
 """The marker `soak` is for tests that take long by nature: floods, slow hosts, chaos, thousands of generated examples.
 
-`pytest -m soak` runs all of them. Without `-m soak` a random tenth of them runs: `--soak-seed` chooses which, and seeds
-hypothesis. The header of the run and its summary of failures print the seed, so that a failure can be repeated.
-Naming a test on the command line (`file.py::test`) always runs it.
+`pytest -m soak` runs all of them. Without `-m soak` a random tenth of them runs, but no more than a minute of them:
+`soak(seconds=20)` says how long a test takes there. `--soak-seed` chooses which, and seeds hypothesis. The header of the
+run and its summary of failures print the seed, so that a failure can be repeated. Naming a test on the command line
+(`file.py::test`) always runs it. Tests that only repeat themselves do so less often without `-m soak`: `repetitions`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,32 @@ import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
 
 SHARE = 0.1  # of the soak tests, in every run
+MOST_SECONDS = 60.0  # of them, in every run
+TYPICAL = 4.0  # seconds of a soak test that does not say how long it takes
 TIMES = 20  # as many generated examples in a soak as in other runs
+FEWER = 5  # times as few repetitions in other runs as in a soak
 
 settings.register_profile("nbelastic", deadline=None, print_blob=True, database=None)
 settings.register_profile("unshrunk", settings.get_profile("nbelastic"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("nbelastic")
 
 _soaking = False
+_seed = 0
 
 
 def examples(few: int) -> int:
     """The number of examples that hypothesis generates: `few`, and many more with `-m soak`."""
     return few * TIMES if _soaking else few
+
+
+def repetitions(many: int) -> int:
+    """How often a long test repeats itself: `many` times with `-m soak`, else a fifth of that."""
+    return many if _soaking else max(1, many // FEWER)
+
+
+def chances(*names: object) -> random.Random:
+    """The random choices of a long test: others in each run, and the same for the same `--soak-seed`."""
+    return random.Random(f"{_seed} {names}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,12 +53,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its seed in its own hook
 def pytest_configure(config: pytest.Config) -> None:
-    global _soaking
+    global _soaking, _seed
     _soaking = config.option.markexpr == "soak"
     if hasattr(config, "workerinput"):  # of pytest-xdist: its workers must choose the same tests
         config.option.soak_seed = config.workerinput["soak_seed"]
     elif config.option.soak_seed is None:
         config.option.soak_seed = random.SystemRandom().randrange(1_000_000)
+    _seed = config.option.soak_seed
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(config.option.soak_seed)
 
@@ -67,15 +83,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if "soak" in config.option.markexpr or any("::" in argument for argument in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("soak") and not _chosen(config, item)]
+    long = {item.nodeid: _seconds(item) for item in items if item.get_closest_marker("soak")}
+    left_out = long.keys() - _drawn(long, config.option.soak_seed)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
-def _chosen(config: pytest.Config, item: pytest.Item) -> bool:
-    """Whether this run's tenth includes the test: by its name alone, so that other tests do not change the choice."""
-    return random.Random(f"{config.option.soak_seed} {item.nodeid}").random() < SHARE
+def _seconds(item: pytest.Item) -> float:
+    """How long a soak test takes without `-m soak`."""
+    seconds = max(marker.kwargs.get("seconds", TYPICAL) for marker in item.iter_markers("soak"))
+    if seconds > MOST_SECONDS:
+        raise pytest.UsageError(
+            f"{item.nodeid} takes {seconds:g} s, and a run draws {MOST_SECONDS:g} s of soak tests: "
+            "it would never be drawn. Shorten it without -m soak: see tests.support.soak.repetitions."
+        )
+    return seconds
+
+
+def _drawn(seconds: dict[str, float], seed: int) -> set[str]:
+    """A random tenth by the tests' names; of these, in random order, those for which there is time."""
+    lots = {name: random.Random(f"{seed} {name}").random() for name in seconds}
+    drawn, left = set[str](), MOST_SECONDS
+    for name in sorted(lots, key=lots.__getitem__):
+        if lots[name] < SHARE and seconds[name] <= left:
+            drawn.add(name)
+            left -= seconds[name]
+    return drawn
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

@@ -20,6 +20,17 @@ def test_long(number): pass
 
 def test_short(): pass
 """
+HOURS = """
+import pytest
+from tests.support.soak import repetitions
+
+@pytest.mark.soak(seconds=25)
+@pytest.mark.parametrize("number", range(100))
+def test_long(number): assert repetitions(50) == {repetitions}
+
+@pytest.mark.soak(seconds={seconds})
+def test_longest(): pass
+"""
 SKIPS = """
 import pytest
 
@@ -74,9 +85,20 @@ def test_a_tenth_of_the_soak_tests_runs_by_seed(run):
     assert code == 0, first
     assert "--soak-seed 1" in first
     assert "test_short" in passed(first)
-    assert 3 <= len(passed(first)) - 1 <= 20
+    assert 3 <= len(passed(first)) - 1 <= 15
     assert passed(run(TESTS, "--soak-seed=1")[1]) == passed(first)
     assert passed(run(TESTS, "--soak-seed=2")[1]) != passed(first)
+
+
+def test_a_run_draws_a_minute_of_soak_tests(run):
+    """Two that take 25 s, however many there are. A test that would never be drawn is an error."""
+    code, output = run(HOURS.format(repetitions=10, seconds=60))
+    assert code == 0, output
+    assert len(passed(output)) == 2
+    assert len(passed(run(HOURS.format(repetitions=50, seconds=60), "-m", "soak")[1])) == 101
+    code, output = run(HOURS.format(repetitions=10, seconds=61))
+    assert code != 0
+    assert "test_it.py::test_longest takes 61 s, and a run draws 60 s of soak tests" in output
 
 
 def test_all_soak_tests_run_when_asked_for(run):
