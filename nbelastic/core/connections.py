@@ -74,7 +74,7 @@ def _patience(cluster: ClusterState) -> float:
     """Seconds for which the job can do without the connection to a host."""
     if cluster.active is None or cluster.stands_still:
         return NEVER
-    if cluster.stage is Stage.GATHERING or cluster.suspects or cluster.stall is not None:
+    if cluster.stage is Stage.GATHERING or cluster.suspects:
         return 0.0  # the host may be the cause
     if cluster.stage is not Stage.RUNNING:
         return BLIP

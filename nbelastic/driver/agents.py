@@ -131,7 +131,7 @@ class Agents:
             if old.job:
                 handle.agent = batch = BatchJobAgent(host, self._settings, on_stop, old.number)
                 batch.adopt(old.job)
-            elif old.driver_address:
+            elif old.is_tunnelled:
                 handle.agent = self._adopt_tunnelled(saved, handle, old.process)
                 self._watch_end(handle, old.process)
             else:

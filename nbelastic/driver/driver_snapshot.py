@@ -35,6 +35,10 @@ class SavedAgent(msgspec.Struct, frozen=True):
     rehome: messages.Rehome | None = None
     job: str = ""
 
+    @property
+    def is_tunnelled(self) -> bool:
+        return bool(self.driver_address) and not self.job
+
 
 class SavedJob(msgspec.Struct, frozen=True):
     """The newest job: a program, or a script.
@@ -74,6 +78,7 @@ class DriverSnapshot(msgspec.Struct, frozen=True):
     agents_started: int = 0  # so far
     submitted: int = 0  # jobs so far
     processes: tuple[str, ...] = ()  # all on this machine that outlive the driver
+    tunnels: tuple[str, ...] = ()
     job: SavedJob | None = None
     number: str = ""  # names the folder for batch jobs
     owner: str = ""  # the kernel with whose end the cluster ends; empty: the cluster is kept

@@ -109,7 +109,8 @@ class Liveness:
 
     def _is_a_host_silent(self, cluster: ClusterState) -> bool:
         """If so, the driver cannot know whether its workers make commits. The host soon sends messages again, or is declared lost."""
-        return any(self._agents.silence_of(host) > SILENT_HEARTBEATS * self._interval for host in cluster.hosts)
+        most = SILENT_HEARTBEATS * self._interval
+        return bool(cluster.disconnected) or any(self._agents.silence_of(host) > most for host in cluster.hosts)
 
     def _record_absence(self) -> None:
         seconds, self._absent = self._clock.absent - self._absent, self._clock.absent

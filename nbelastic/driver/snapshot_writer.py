@@ -130,6 +130,7 @@ class SnapshotWriter:
             agents_started=self._agents.started_count,
             submitted=self.submitted,
             processes=tuple(filter(None, processes)),
+            tunnels=tuple(agent.process for agent in agents.values() if agent.is_tunnelled and agent.process),
             job=job,
             number=settings.number,
             owner=settings.owner,

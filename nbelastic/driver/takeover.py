@@ -34,7 +34,7 @@ class TakeoverReports:
     """
 
     def __init__(self, saved: DriverSnapshot, silence: float) -> None:
-        tunnels = [agent.process for agent in saved.agents.values() if agent.driver_address and not agent.job]
+        tunnels = [agent.process for agent in saved.agents.values() if agent.is_tunnelled]
         self._timeout = max(silence, MIN_TIMEOUT if all(map(is_alive, tunnels)) else REOPEN_TIMEOUT)
         self._complete = asyncio.Event()
         hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}

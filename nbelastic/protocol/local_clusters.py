@@ -34,7 +34,8 @@ T = TypeVar("T")
 class _AnyVersion(msgspec.Struct):
     """The part of a driver snapshot that every version of nbelastic can read.
 
-    `wire`: the `fingerprint`. `processes`: the identities of the cluster's processes on this machine. `number`: random, one
+    `wire`: the `fingerprint`. `processes`: the identities of the cluster's processes on this machine. `tunnels`: those of them
+    that end by themselves, each with the agent that it leads to. `number`: random, one
     per start of a cluster.
     """
 
@@ -42,6 +43,7 @@ class _AnyVersion(msgspec.Struct):
     wire: str
     name: str
     processes: tuple[str, ...] = ()
+    tunnels: tuple[str, ...] = ()
     number: str = ""
 
 
@@ -198,7 +200,7 @@ def remove_dead_cluster(name: str, number: str = "", *, kill: bool = False) -> N
             if number not in ("", saved.number):
                 run_folder.release(keep_folder=True)
                 return
-            for process in filter(is_alive, saved.processes if kill else ()):
+            for process in filter(is_alive, set(saved.processes) - set(saved.tunnels) if kill else ()):
                 if pid_of(process) != os.getpid():
                     kill_group(pid_of(process))
             shutil.rmtree(batch_folder(name, saved.number), ignore_errors=True)

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
+from nbelastic.system import open_files
 from nbelastic.system.driver_lease import POLL, DriverLease, LeaseWatch
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import Frame, Kind, number
@@ -41,7 +42,7 @@ class _DriverEnd:
         self._forwarder = Forwarder(self._on_frame, self._on_lost, self._connect)
         self._heard = (0, 0.0)  # bytes so far, and when there were fewer
         self._checked_at = self._ping_at = 0.0
-        self._begun = False  # the host's end of the tunnel has answered
+        self._noted = False  # that the host's end of the tunnel has answered
         self._exit: int | None = None  # the agent's exit code
         self._end_by: float | None = None
         self._code: int | None = None
@@ -97,7 +98,7 @@ class _DriverEnd:
         if self._exit is not None or self._end_by is not None:
             self._code = self._exit or 0
         else:
-            self._code = CONNECTION_LOST if self._begun or (self._attaches and code != AGENT_GONE) else code
+            self._code = CONNECTION_LOST if self._forwarder.begun or (self._attaches and code != AGENT_GONE) else code
 
     def _on_sigterm(self, eventfd: int) -> None:
         os.eventfd_read(eventfd)
@@ -130,7 +131,9 @@ class _DriverEnd:
         if self._forwarder.noise:
             print(self._forwarder.noise.decode(errors="replace"), flush=True)
             self._forwarder.noise = b""
-        self._begun = True
+        if self._attaches and not self._noted:
+            print("nbelastic: the agent is reached again", flush=True)
+        self._noted = True
         received = self._forwarder.received
         if received != self._heard[0]:
             self._heard = (received, now)
@@ -162,6 +165,7 @@ def main() -> None:
 
     The standard input has the agent's configuration in one line.
     """
+    open_files.raise_limit()
     config = sys.stdin.buffer.readline()
     command, ports, driver_lease = json.loads(sys.argv[1]), Path(sys.argv[2]), DriverLease(*json.loads(sys.argv[3]))
     sys.exit(_DriverEnd(command, ports, driver_lease, config).run())

@@ -13,6 +13,7 @@ from nbelastic.tunnel.frames import MAX_PAYLOAD, NUMBER, WINDOW, Decoder, Frame,
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 MAX_QUEUED = 1 << 20  # bytes for the ssh connection; while more are queued, this end reads from no connection
+MAX_UNREAD = 8 * MAX_QUEUED  # bytes that the other end may leave unread: answers to its frames count too
 MAX_CHANNELS = 4096
 EOF_GRACE = 0.2  # seconds in which a broken ssh connection shows that it does not only have no more input
 
@@ -58,8 +59,8 @@ class Forwarder:
 
     @property
     def begun(self) -> bool:
-        """The other end has sent its preamble."""
-        return self.attached and self._decoder.begun
+        """Whether the other end has sent its preamble in the present or last ssh connection."""
+        return self._decoder.begun
 
     @property
     def drained(self) -> bool:
@@ -112,6 +113,8 @@ class Forwarder:
         if self.attached:
             self._queue += encode(frame)
             self._flush()
+        if len(self._queue) > MAX_UNREAD:
+            self._lose("the other end reads nothing")
 
     # ---- the ssh connection ----
 
@@ -215,6 +218,9 @@ class Forwarder:
     def _take(self, name: int) -> None:
         """Read from the connection, and send it as a frame."""
         channel = self._channels[name]
+        if len(self._queue) > MAX_QUEUED:  # another channel has filled it
+            self._update(name)
+            return
         try:
             data = channel.connection.recv(min(MAX_PAYLOAD, channel.credit))
         except BlockingIOError:

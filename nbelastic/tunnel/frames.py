@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 HEAD = struct.Struct(">BII")  # kind, channel, bytes of the payload
 NUMBER = struct.Struct(">i")  # the payload of OPEN, CREDIT and EXIT
-WINDOW = 1 << 18  # bytes of a channel that may be on their way
+WINDOW = 1 << 20  # bytes of a channel that may be on their way: 10 MB/s where a round trip takes 0.1 s
 MAX_PAYLOAD = 1 << 16  # bytes
 PREAMBLE = b"\x00nbelastic tunnel 1\x00"  # what a login shell prints before this is not part of the tunnel
 MAX_NOISE = 1 << 20  # bytes that a login shell may print

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.protocol.exit_codes import AGENT_GONE
-from nbelastic.system import tunnel_folder
+from nbelastic.system import open_files, tunnel_folder
 from nbelastic.system.folder_paths import process_folder
 from nbelastic.system.processes import kill_group
 from nbelastic.tunnel.forwarder import Forwarder
@@ -35,6 +35,7 @@ END_TIMEOUT = 20.0  # seconds in which an agent that must end has ended; then it
 
 def main(run_agent: Callable[[], None]) -> None:
     """Read the configuration, and start the agent (`run_agent` in a child) or attach to it."""
+    open_files.raise_limit()
     config = json.loads(_first_line())
     os.environ.update(config["environment"])  # it may name the folder for temporary files
     if config.pop("attach"):
@@ -228,7 +229,7 @@ class _Host:
             self._forwarder.watch(listener.fileno(), partial(self._accept, listener, port))
 
     def _accept(self, listener: socket.socket, port: int) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+        with contextlib.suppress(OSError):  # it has gone already, or this process has too many connections
             self._forwarder.open(listener.accept()[0], port)
 
     def _accept_request(self) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from nbelastic.core.liveness import is_host_lost
 from nbelastic.core.state import HostPhase, Stage
-from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
 from tests.core.story import Story, wid, with_stage
 
@@ -36,17 +35,15 @@ def test_training_goes_on_without_the_connection():
     assert story.records("host-reconnected") == ["c can be reached again, after 300 s"]
 
 
-@pytest.mark.parametrize("how", ["death", "suspect", "stall"])
+@pytest.mark.parametrize("how", ["death", "suspect"])
 def test_it_is_lost_as_soon_as_the_training_breaks(how):
-    """Its workers get no order for the next generation: when the world breaks or stalls, the host is lost with that reason."""
+    """Its workers get no order for the next generation: when the world breaks, the host is lost with that reason."""
     story = disconnect(with_stage(Stage.RUNNING))
     match how:
         case "death":
             story.kill("b/0#1")
         case "suspect":
             story.raised("a/0#1", "connection closed by peer", intact=False)
-        case "stall":
-            story.send(ev.StallDetected(story.cluster.generation, 6.0))
     assert lost(story) == [f"c: {WHY}; tried again in 1 s"]
     story.quiet(5.0)
     assert story.cluster.stage is Stage.RUNNING

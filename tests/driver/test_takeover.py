@@ -19,7 +19,7 @@ WORKERS = [WorkerId("a", 0, 1), WorkerId("a", 1, 1), WorkerId("b", 0, 1)]
 def reports_of_two_hosts(patience=30.0, job=None):
     """Return the reports of a cluster with hosts a and b, whose agents have no process on this machine."""
     hosts = tuple(SimpleNamespace(spec=HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
-    agents = {name: SimpleNamespace(process="", job="", driver_address="") for name in "ab"}
+    agents = {name: SimpleNamespace(process="", job="", is_tunnelled=False) for name in "ab"}
     return TakeoverReports(SimpleNamespace(agents=agents, cluster=SimpleNamespace(hosts=hosts), job=job), patience)
 
 

@@ -1,0 +1,212 @@
+"""Both ends of a tunnel as processes, with a shell instead of ssh and a small program instead of an agent."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
+from nbelastic.provision import ssh
+from nbelastic.system import tunnel_folder
+from nbelastic.system.process_identity import identity
+from tests.support.processes import alive
+from tests.support.waiting import until
+
+ROOT = Path(__file__).parents[2]
+HOST = """
+import json, os, pathlib, sys, time
+def agent():
+    config = json.loads(sys.stdin.readline())
+    folder = pathlib.Path(config["notes"])
+    (folder / f"agent-{config['number']}").write_text(f"{os.getpid()} {config['tunnel']}")
+    print("agent", config["number"], "runs", flush=True)
+    while not (folder / "end").exists() and not (folder / "read").exists():
+        time.sleep(0.01)
+    if (folder / "end").exists():
+        print("agent", config["number"], "has its reason", flush=True)
+        sys.exit(7)
+    sys.stdin.read()
+from nbelastic.tunnel.host import main
+main(agent)
+"""
+
+SSH = """
+import os, socket, subprocess, sys, threading
+ours, theirs = socket.socketpair()
+host = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=theirs, stdout=theirs, start_new_session=True)
+theirs.close()
+def to_host():
+    while data := os.read(0, 65536):
+        ours.sendall(data)
+    ours.shutdown(socket.SHUT_WR)
+threading.Thread(target=to_host, daemon=True).start()
+try:
+    while data := ours.recv(65536):
+        os.write(1, data)
+except ConnectionError:
+    pass
+sys.exit(host.wait())
+"""
+
+
+class Machines:
+    """A driver's machine and a host, which are both this machine."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.tunnels = folder, []
+        monkeypatch.setenv("TMPDIR", str(folder))
+        monkeypatch.setattr("tempfile.tempdir", None)
+        (folder / "ports").write_text("[]")
+        (folder / "c.lock").write_text(f"{identity(os.getpid())} 1")
+
+    def open(self, number=1, *, attach=False, before=""):
+        """Open a tunnel for this agent. `before`: code that the host runs first."""
+        client = [sys.executable, "-c", SSH, f"{before}\n{HOST}"]
+        arguments = (
+            json.dumps(client),
+            str(self.folder / "ports"),
+            json.dumps([str(self.folder / "c.lock"), 60, "", "1"]),
+        )
+        log = open(self.folder / f"log-{len(self.tunnels)}", "wb")  # noqa: SIM115
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        tunnel = subprocess.Popen(
+            [sys.executable, "-c", ssh.TUNNEL, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+        log.close()
+        config = {"environment": {}, "cluster": "1", "host": "h", "number": number, "attach": attach}
+        config |= {"driver": "tcp://127.0.0.1:1", "towards": "", "notes": str(self.folder)}
+        with tunnel.stdin as stdin:
+            stdin.write(json.dumps(config).encode() + b"\n")
+        self.tunnels.append(tunnel)
+        return tunnel
+
+    def agent(self, number=1):
+        """The agent's process."""
+        note = self.folder / f"agent-{number}"
+        return int(until(lambda: note.exists() and note.read_text().split(), 20, "the agent to start")[0])
+
+    def log(self, number=0):
+        return (self.folder / f"log-{number}").read_text()
+
+    def ssh_of(self, tunnel):
+        """The process that stands for the ssh client."""
+        children = Path(f"/proc/{tunnel.pid}/task/{tunnel.pid}/children")
+        return int(until(lambda: children.read_text().split(), 20, "the client")[0])
+
+    def close(self):
+        for tunnel in self.tunnels:
+            tunnel.terminate()
+            tunnel.wait(20)
+        for note in self.folder.glob("agent-*"):
+            with contextlib.suppress(OSError):  # it has ended
+                tunnel_folder.ask(Path(note.read_text().split()[1]), "end").close()
+            (self.folder / "read").touch()
+            until(lambda note=note: not alive(int(note.read_text().split()[0])), 20, "the agents to end")
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    made = Machines(tmp_path, monkeypatch)
+    yield made
+    made.close()
+    monkeypatch.undo()
+    until(lambda: not list(tmp_path.glob("nbelastic-*/run-*")), 20, "the folders to go")
+
+
+def break_ssh(machines, tunnel):
+    """Kill ssh once the agent runs: both ends see that the connection is broken."""
+    agent = machines.agent()
+    os.kill(machines.ssh_of(tunnel), signal.SIGKILL)
+    assert tunnel.wait(20) == CONNECTION_LOST
+    return agent
+
+
+def test_an_agent_s_output_and_exit_code_arrive(machines):
+    """What the agent prints is in the log on the driver's machine, also its last line; the tunnel ends with its exit code."""
+    tunnel = machines.open(before="print('Welcome')")
+    machines.agent()
+    (machines.folder / "end").touch()
+    assert tunnel.wait(20) == 7
+    assert machines.log().split("\n") == ["Welcome", "", "agent 1 runs", "agent 1 has its reason", ""]
+
+
+def test_an_agent_outlives_ssh_and_is_reached_again(machines):
+    """Without ssh the agent runs on. In another ssh connection its output since then arrives, and its exit code."""
+    agent = break_ssh(machines, machines.open())
+    again = machines.open(attach=True)
+    until(lambda: machines.ssh_of(again), 20, "the client")
+    for _ in range(3):
+        break_ssh(machines, again)
+        again = machines.open(attach=True)
+    until(lambda: "reached again" in machines.log(len(machines.tunnels) - 1), 20, "the agent to be reached")
+    assert alive(agent)
+    (machines.folder / "end").touch()
+    assert again.wait(20) == 7
+    assert "agent 1 has its reason" in machines.log(len(machines.tunnels) - 1)
+
+
+def test_an_agent_that_ends_without_ssh_is_found_gone(machines):
+    """A further ssh connection finds that the agent has ended meanwhile, and reports it."""
+    break_ssh(machines, machines.open())
+    (machines.folder / "end").touch()
+    until(lambda: not alive(machines.agent()), 20, "the agent to end")
+    late = machines.open(attach=True)
+    assert late.wait(20) == AGENT_GONE
+    assert "the agent has ended while there was no ssh connection" in machines.log(1)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_the_end_of_the_tunnel_s_process_ends_the_agent(machines, how):
+    """SIGTERM to the tunnel ends the agent in order; SIGKILL closes ssh's input, which ends the agent as well."""
+    tunnel = machines.open()
+    agent = machines.agent()
+    until(lambda: "agent 1 runs" in machines.log(), 20, "the tunnel to work")
+    (machines.folder / "read").touch()  # it waits for the end of its input
+    tunnel.send_signal(signal.Signals[how])
+    until(lambda: not alive(agent), 20, "the agent to end")
+    tunnel.wait(20)
+
+
+def test_a_new_agent_ends_the_earlier_one(machines):
+    """An agent that the driver could not reach is ended by the host's next one, before that starts."""
+    first = break_ssh(machines, machines.open(1))
+    (machines.folder / "read").touch()
+    machines.open(2)
+    assert machines.agent(2) != first
+    assert not alive(first)
+
+
+def test_a_tunnel_ends_with_its_cluster(machines):
+    """When the cluster has ended, which the missing lock file shows, the tunnel ends its agent."""
+    tunnel = machines.open()
+    agent = machines.agent()
+    (machines.folder / "read").touch()
+    (machines.folder / "c.lock").unlink()
+    assert tunnel.wait(20) == 0
+    until(lambda: not alive(agent), 20, "the agent to end")
+
+
+def test_a_host_whose_program_fails_is_reported_with_its_exit_code(machines):
+    """If no agent has started, the tunnel ends with ssh's exit code, which `explain_exit` explains."""
+    tunnel = machines.open(before="import sys; sys.exit(127)")
+    assert tunnel.wait(20) == 127
+
+
+def test_a_stopped_host_is_given_up_after_some_seconds(machines, monkeypatch):
+    """If nothing comes any more, as from a cut network, the tunnel ends; the agent may run on."""
+    tunnel = machines.open()
+    machines.agent()
+    until(lambda: "agent 1 runs" in machines.log(), 20, "the tunnel to work")
+    client = machines.ssh_of(tunnel)
+    os.kill(client, signal.SIGSTOP)
+    assert tunnel.wait(30) == CONNECTION_LOST
+    assert "nothing has come for 8 s" in machines.log()
