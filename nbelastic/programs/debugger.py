@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import pdb  # noqa: T100  (it is what users expect)
@@ -112,6 +113,13 @@ class _Debugger(pdb.Pdb):
     def set_continue(self) -> None:
         super().set_continue()
         self._terminal.left()
+
+    def set_return(self, frame: Any) -> None:
+        """From a generator the program goes on: pdb does not stop when a generator yields."""
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            self.set_continue()
+        else:
+            super().set_return(frame)
 
     def do_quit(self, arg: str) -> bool | None:
         """The training goes on: a user who only wants to look must not end it."""
