@@ -16,6 +16,7 @@ from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.host_sources import ClientDiscovery, HostDiscovery, Source
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import (
+    KUBERNETES,
     NEEDED,
     OPTIONAL,
     SSH,
@@ -26,6 +27,8 @@ from nbelastic.protocol.settings import (
 )
 from nbelastic.protocol.timeouts import LEASE, LEASE_WITH_SSH
 from nbelastic.provision.discovery import source_of
+from nbelastic.provision.kubernetes_api import check_installed
+from nbelastic.provision.pod_manifest import parse_options
 from nbelastic.system.gpu_count import visible_gpus
 
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: 1 lets several ranks use one GPU
@@ -64,7 +67,10 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     """Check the arguments of `Cluster`. UsageError, in one line, for the first that is wrong."""
     given = dict(arguments)
     check_kinds(given)
-    hosts, discovery, slots, launcher = given["hosts"], given["discovery"], given["slots"], given["launcher"]
+    hosts, discovery, slots = given["hosts"], given["discovery"], given["slots"]
+    if isinstance(discovery, str) and discovery.startswith(f"{KUBERNETES}:"):
+        given["launcher"] = KUBERNETES  # agents start in the pods
+    launcher = given["launcher"]
     check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
     check(hosts is None or discovery is None, "give hosts or discovery, not both.")
     name = given["name"] or f"nbelastic-{os.getpid()}-{next(_numbers)}"
@@ -73,7 +79,11 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     source = source_of(discovery, hosts, slots, default_slots)
     settings = _settings(given, run_folder, source)
     settings.check()
-    if launcher != SSH:
+    if launcher == KUBERNETES:
+        check_installed()
+        parse_options(settings.launcher_options)
+        check(bool(hosts or discovery), "name the hosts: with --image each gets a pod (a:4,b:4), else they are pods.")
+    elif launcher != SSH:
         from nbelastic.provision.batch import check_options  # importing ipyparallel is slow
 
         check_options(launcher, settings.launcher_options)
@@ -97,6 +107,7 @@ def configure_again(name: str, log_dir: str, arguments: Mapping[str, Any]) -> Co
 
 def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -> Settings:
     silence, launcher, nics = float(given["silence"]), given["launcher"], given["nics"] or ""
+    in_pods = launcher == KUBERNETES and not (given["launcher_options"] or {}).get("image")  # they run already
     limits = Limits(
         min=given["min"],
         max=given["max"],
@@ -108,9 +119,13 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         stall=_seconds(given["stall"]),
         backend=given["backend"],
         shares_gpus=(given["env"] or {}).get(SHARE_GPUS, os.environ.get(SHARE_GPUS)) == "1",
-        timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], launcher),
+        timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], SSH if in_pods else launcher),
     )
-    lease = float(given["lease"]) if given["keep"] else max(LEASE_WITH_SSH if launcher == SSH else LEASE, silence)
+    lease = (
+        float(given["lease"])
+        if given["keep"]
+        else max(LEASE_WITH_SSH if launcher == SSH or in_pods else LEASE, silence)
+    )
     return Settings(
         name=run_folder.name,
         limits=limits,

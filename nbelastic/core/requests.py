@@ -26,9 +26,9 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
         return cluster
     before = cluster
     match event:
-        case ev.HostAdded(host=spec, by=by):
+        case ev.HostAdded(host=spec, by=by, by_hand=by_hand):
             cluster = replace(cluster, removed_hosts=cluster.removed_hosts - {spec.name})
-            cluster = host_lifecycle.add(cluster, spec, now, out, by=by or "discovery", by_hand=True)
+            cluster = host_lifecycle.add(cluster, spec, now, out, by=by or "discovery", by_hand=by_hand)
         case ev.HostRemoved():
             cluster = replace(cluster, removed_hosts=cluster.removed_hosts | {event.name})
             cluster = _remove_host(cluster, event, now, out)

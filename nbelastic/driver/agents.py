@@ -25,12 +25,12 @@ from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, SSH, Settings
-from nbelastic.provision.launchers import Agent, BatchJobAgent, agent_log
+from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
+from nbelastic.provision.launchers import Agent, BatchJobAgent, job_agent, tunnelled_agent
+from nbelastic.provision.pods import PodAgent, close_pods
 from nbelastic.provision.process_agent import AdoptedAgent
 from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.provision.tunnel_ports import TunnelPorts
-from nbelastic.provision.tunnelled_agent import TunnelledAgent
 from nbelastic.system.engine_ports import engine_ports
 from nbelastic.system.fault_handling import Report
 from nbelastic.system.folder_paths import batch_folder
@@ -116,6 +116,7 @@ class Agents:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_runs.wait(), KILL_TIMEOUT)
         self.tcp_proxies.close()
+        await close_pods()
         shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
 
     async def adopt(self, saved: DriverSnapshot) -> None:
@@ -129,7 +130,7 @@ class Agents:
             handle.local_slots = 0 if old.driver_address else handle.slots
             on_stop = partial(self._agent_ended, host, handle)
             if old.job:
-                handle.agent = batch = BatchJobAgent(host, self._settings, on_stop, old.number)
+                handle.agent = batch = job_agent(host, self._settings, on_stop, old.number)
                 batch.adopt(old.job)
             elif old.is_tunnelled:
                 handle.agent = self._adopt_tunnelled(saved, handle, old.process)
@@ -145,8 +146,8 @@ class Agents:
         """Take over an agent behind a tunnel, which may have ended meanwhile."""
         host = handle.host
         spec = next((h.spec for h in saved.cluster.hosts if h.spec.name == host), HostSpec(host, 1))
-        log, on_stop = agent_log(self._settings, host), partial(self._agent_ended, host, handle)
-        agent = TunnelledAgent(spec, self._settings, log, on_stop, partial(self._disconnected, host, handle))
+        on_stop, on_disconnect = partial(self._agent_ended, host, handle), partial(self._disconnected, host, handle)
+        agent = tunnelled_agent(spec, self._settings, on_stop, on_disconnect)
         agent.adopt(process, {**self._config(spec, "", handle), "driver": self._server.address, "threads": ""})
         return agent
 
@@ -170,9 +171,18 @@ class Agents:
             self._telemetry.batch_jobs = {
                 host: await handle.agent.state()
                 for host, handle in list(self._handles.items())
-                if isinstance(handle.agent, BatchJobAgent) and handle.peer not in self._server.heard_at
+                if isinstance(handle.agent, BatchJobAgent | PodAgent) and handle.peer not in self._server.heard_at
             }
+            self._post_notices()
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
+
+    def _post_notices(self) -> None:
+        """Let workers leave pods that will end. Agents report the SIGTERM themselves, but not how much time is left."""
+        for host, handle in self._handles.items():
+            notice = handle.agent.take_notice() if isinstance(handle.agent, PodAgent) else None
+            if notice is not None:
+                within = None if notice.at is None else max(0.0, notice.at - time.monotonic())
+                self._post(ev.HostRemoved(host, by=notice.why, within=within))
 
     async def watch_tcp_proxies(self) -> None:
         """Replace TCP proxies that have ended or are stopped, until cancelled."""
@@ -256,7 +266,7 @@ class Agents:
                 handle.local_slots = spec.slots  # all local hosts share this machine's cores
                 slots = sum(each.local_slots for each in self._handles.values())
                 threads, driver = str(max(1, (os.cpu_count() or 1) // slots)), self._server.address
-            elif self._settings.launcher == SSH:
+            elif self._settings.tunnels:
                 threads, driver = "", self._server.address
                 self._tunnel_ports.open([int(driver.rpartition(":")[2])])
             else:
@@ -308,7 +318,7 @@ class Agents:
         """Have a host's agent start a worker. `connection`: of ipyparallel's controller."""
         handle = self._handles.get(command.worker.host)
         if handle is not None:
-            if self._settings.launcher != SSH:
+            if not self._settings.tunnels:
                 connection = self.tcp_proxies.proxied_connection(handle.driver_address, connection)
             elif handle.driver_address:
                 self._tunnel_ports.open(engine_ports(connection))
@@ -343,7 +353,12 @@ class Agents:
             del self._handles[host]
             self._telemetry.host_samples.pop(host, None)
             self._server.forget(handle.peer)
-            self._post(ev.AgentLost(host, reason, number=handle.number))
+            self._post_loss(host, handle, reason)
+
+    def _post_loss(self, host: str, handle: _AgentHandle | None, reason: str, silence: float = 0.0) -> None:
+        self._post(ev.AgentLost(host, reason, silence, handle.number if handle is not None else 0))
+        if handle is not None and isinstance(handle.agent, PodAgent) and handle.agent.returns:
+            self._post(ev.HostAdded(HostSpec(host, handle.slots), "Kubernetes", by_hand=False))
 
     def _disconnected(self, host: str, handle: _AgentHandle, reason: str) -> None:
         if self._handles.get(host) is handle:
@@ -357,9 +372,9 @@ class Agents:
 
     def lose(self, host: str, reason: str, silence: float = 0.0) -> None:
         """Kill an agent that is lost or unusable, and post its loss."""
-        number = self._handles[host].number if host in self._handles else 0
+        handle = self._handles.get(host)
         self.kill(host)
-        self._post(ev.AgentLost(host, reason, silence, number))
+        self._post_loss(host, handle, reason, silence)
 
     def is_superseded(self, event: ev.Event) -> bool:
         """Whether the host's next agent was started before the loss of this one was decided on."""

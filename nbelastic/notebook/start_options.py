@@ -30,13 +30,18 @@ START_OPTIONS = (
     argument("--python", metavar="PATH", help="Python on hosts other than this machine (default: this one's path)"),
     argument("--env", action="append", metavar="NAME=VALUE", help="variable for agents and workers; can be repeated"),
     argument("--cwd", metavar="FOLDER", help="where workers run (default: here; on other hosts, the home folder)"),
-    argument("--launcher", metavar="NAME", help="ssh (default) or a batch system: slurm, pbs, lsf, sge, htcondor"),
+    argument(
+        "--launcher",
+        metavar="NAME",
+        help="ssh (default), kubernetes, or a batch system: slurm, pbs, lsf, sge, htcondor",
+    ),
+    argument("--image", metavar="IMAGE", help="with --launcher kubernetes: the image of the pods"),
     argument(
         "--launcher-option",
         dest="launcher_options",
         action="append",
         metavar="NAME=VALUE",
-        help="option of the batch system, such as queue=gpu; can be repeated",
+        help="option of the launcher, such as queue=gpu; can be repeated",
     ),
     argument("--log-dir", metavar="FOLDER", help="folder for logs and the event log"),
     argument("--name", metavar="NAME", help="name of the cluster"),
@@ -69,4 +74,6 @@ def cluster_arguments(options: dict[str, Any]) -> dict[str, Any]:
     for name, flag in (("env", "--env"), ("launcher_options", "--launcher-option")):
         if name in options:
             options[name] = dict(split_pair(flag, text) for text in options[name])
+    if "image" in options:
+        options["launcher_options"] = {**options.get("launcher_options", {}), "image": options.pop("image")}
     return options

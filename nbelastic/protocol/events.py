@@ -15,22 +15,20 @@ class Event(Struct, frozen=True, tag=True):
 
 
 class HostAdded(Event):
-    """Client → core: use this host. `by`: which client."""
+    """Client → core: use this host. `by`: which client. `by_hand`: it stays, whatever a discovery lists."""
 
     host: HostSpec
     by: str = ""
+    by_hand: bool = True
 
 
 class HostRemoved(Event):
-    """Client or agent → core: remove this host after its workers have left at a commit; `now`: at once.
-
-    `within`: seconds after which the host ends, whether or not they have left; None: they have any time.
-    """
+    """Client or agent → core: remove this host after its workers have left at a commit; `now`: at once."""
 
     name: str
     now: bool = False
     by: str = ""
-    within: float | None = None
+    within: float | None = None  # seconds after which the host ends, whether or not they have left; None: any time
 
 
 class HostsDiscovered(Event):

@@ -15,7 +15,8 @@ from nbelastic.protocol.timeouts import BATCH_QUEUE, LEASE_WITH_SSH, Timeouts
 from nbelastic.system.argument_types import NAMES, PATH, RANGE, SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
 from nbelastic.system.driver_lease import DriverLease
 
-SSH = "ssh"  # the default launcher; any other name is a batch system
+SSH = "ssh"  # the default launcher; any other name but KUBERNETES is a batch system
+KUBERNETES = "kubernetes"
 
 # Types of the arguments of `Cluster`. `Settings.check` checks the values.
 NEEDED = {
@@ -75,6 +76,11 @@ class Settings(msgspec.Struct, frozen=True):
     @property
     def silence(self) -> float:
         return self.limits.silence
+
+    @property
+    def tunnels(self) -> bool:
+        """Whether hosts elsewhere are reached through a tunnel: of ssh, or of `exec` in pods that exist."""
+        return self.launcher == SSH or (self.launcher == KUBERNETES and not self.launcher_options.get("image"))
 
     @property
     def heartbeat(self) -> float:

@@ -132,14 +132,15 @@ def open_discovery(source: ScriptSource | EntryPoint) -> HostDiscovery:
 def find_discovery(text: str, slots: int | None, default: int = 1) -> HostDiscovery:
     """The discovery of `--discover TEXT`: an entry point of the group `nbelastic.discovery`, else a script's path.
 
-    An entry point is called with `slots`, which is None if the user gave no number. A script's lines without a number
-    get `slots`, else `default`. An entry point takes precedence over a script of the same name, which is `./name`.
+    An entry point is called with `slots`, which is None if the user gave no number. `name:rest` calls it with `rest`, too.
+    A script's lines without a number get `slots`, else `default`. An entry point takes precedence over a script of the same name, which is `./name`.
     UsageError if the text is neither, or if the entry point cannot be loaded.
     """
     installed = entry_points(group=GROUP)
-    for entry in installed.select(name=text):
+    name, colon, rest = text.partition(":")
+    for entry in installed.select(name=name):
         try:
-            discovery = entry.load()(slots)
+            discovery = entry.load()(slots, *([rest] if colon else []))
         except NbelasticError:
             raise
         except Exception as error:

@@ -1,15 +1,17 @@
-"""Start and stop an agent: on this machine as a process, on another one over ssh or as a batch job."""
+"""Start and stop an agent: on this machine as a process, on another one over ssh, as a batch job or in a pod."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.settings import SSH, Settings
-from nbelastic.provision import ssh
+from nbelastic.protocol.settings import KUBERNETES, Settings
+from nbelastic.provision import pod_exec, ssh
+from nbelastic.provision.pods import PodAgent
 from nbelastic.provision.process_agent import ProcessAgent
 from nbelastic.provision.tunnelled_agent import TunnelledAgent
 from nbelastic.system.folder_paths import batch_folder
@@ -19,7 +21,7 @@ class Agent(Protocol):
     """How the driver starts and kills one agent. `on_stop(why)` is called once, in the loop's thread.
 
     `process`: the agent's process on this machine, or its tunnel's (`pid@start`); empty if there is none. `job`: the
-    number of its batch job; empty if there is none.
+    number of its batch job or the name of its pod; empty if there is none.
     """
 
     @property
@@ -71,6 +73,29 @@ class BatchJobAgent:
         return await self._batch.state()
 
 
+def job_agent(host: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> BatchJobAgent | PodAgent:
+    """An agent in a batch job or in a pod. `number`: unique among the cluster's agents."""
+    if settings.launcher == KUBERNETES:
+        return PodAgent(host, settings, on_stop, number)
+    return BatchJobAgent(host, settings, on_stop, number)
+
+
+def tunnelled_agent(
+    spec: HostSpec, settings: Settings, on_stop: Callable[[str], None], on_disconnect: Callable[[str], None]
+) -> TunnelledAgent:
+    """An agent that is reached through ssh, or through `exec` in a pod that exists."""
+    log, python = agent_log(settings, spec.name), settings.python
+    if settings.launcher == KUBERNETES:
+        command, explain = pod_exec.command(spec.name, settings), partial(pod_exec.explain_exit, spec.name, python)
+    else:
+        command = ssh.command(spec, python)
+        explain = lambda code, output: ssh.explain_exit(spec, code, output, python)  # noqa: E731
+    end_ends = settings.launcher != KUBERNETES
+    return TunnelledAgent(
+        command, settings, log, explain, on_stop=on_stop, on_disconnect=on_disconnect, end_ends=end_ends
+    )
+
+
 def agent_for(
     spec: HostSpec,
     local: str,
@@ -88,9 +113,9 @@ def agent_for(
     if local:
         command = [sys.executable, "-c", ssh.AGENT]
         return ProcessAgent(command, log, lambda code, output: on_stop(_explain_exit("agent", code, output)))
-    if settings.launcher != SSH:
-        return BatchJobAgent(spec.name, settings, on_stop, number)
-    return TunnelledAgent(spec, settings, log, on_stop, on_disconnect)
+    if settings.tunnels:
+        return tunnelled_agent(spec, settings, on_stop, on_disconnect)
+    return job_agent(spec.name, settings, on_stop, number)
 
 
 def agent_log(settings: Settings, host: str) -> Path:

@@ -1,4 +1,4 @@
-"""An agent on another machine, behind a tunnel through ssh, which is opened again when it has broken."""
+"""An agent on another machine, behind a tunnel through ssh or a pod's `exec`, which is opened again when it has broken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.protocol.exit_codes import CONNECTION_LOST
-from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import Settings
 from nbelastic.provision import ssh
 from nbelastic.provision.process_agent import AdoptedAgent, ProcessAgent
@@ -23,21 +22,28 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries to reach the 
 
 
 class TunnelledAgent:
-    """`on_disconnect(why)` is called when the ssh connection has ended and the agent may run on, and `on_stop(why)` at the end."""
+    """`on_disconnect(why)` is called when the connection has ended and the agent may run on, and `on_stop(why)` at the end.
+
+    `command` is ssh's, or that of a program with such streams. `explain(exit code, output)` is why it ended. `end_ends`: the
+    end of the command's input is that of the program on the host, and only while the connection holds: so it ends the agent.
+    """
 
     job = ""
 
     def __init__(
         self,
-        spec: HostSpec,
+        command: list[str],
         settings: Settings,
         log: Path,
+        explain: Callable[[int | None, str], str],
+        *,
         on_stop: Callable[[str], None],
         on_disconnect: Callable[[str], None],
+        end_ends: bool = True,
     ) -> None:
-        self._spec, self._python, self._log = spec, settings.python, log
+        self._log, self._explain, self._end_ends = log, explain, end_ends
         self._on_stop, self._on_disconnect = on_stop, on_disconnect
-        arguments = json.dumps(ssh.command(spec, settings.python)), str(ports_file(settings.run_folder))
+        arguments = json.dumps(command), str(ports_file(settings.run_folder))
         self._command = [sys.executable, "-c", ssh.TUNNEL, *arguments, json.dumps(settings.driver_lease)]
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._tunnel: ProcessAgent | AdoptedAgent | None = None
@@ -72,13 +78,13 @@ class TunnelledAgent:
     def _open(self, *, attach: bool) -> None:
         self._timer, self._opened_at = None, time.monotonic()
         self._tunnel = ProcessAgent(self._command, self._log, self._on_exit, signal.SIGTERM)
-        self._tunnel.start({**self._config, "attach": attach})
+        self._tunnel.start({**self._config, "attach": attach, "end_ends": self._end_ends})
 
     def _on_exit(self, code: int | None, output: str) -> None:
         if self._killed or code != CONNECTION_LOST:
-            self._on_stop(ssh.explain_exit(self._spec, code, output, self._python))
+            self._on_stop(self._explain(code, output))
             return
         if time.monotonic() - self._opened_at > LONGEST_PAUSE:
             self._backoff.reset()
-        self._on_disconnect(ssh.explain_exit(self._spec, code, output, self._python))
+        self._on_disconnect(self._explain(code, output))
         self._timer = asyncio.get_running_loop().call_later(self._backoff.next(), lambda: self._open(attach=True))

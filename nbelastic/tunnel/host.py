@@ -3,7 +3,7 @@
 ssh runs this program with the agent's configuration as the first line of the standard input. It forks the agent, and forwards
 connections of the agent and its workers through ssh. If the ssh connection breaks, the agent runs on: the driver's machine opens
 another one, in which this program hands its descriptors to the first one (`attach`). If the standard input ends but ssh still
-runs, the driver's machine wants the agent to end.
+runs, the driver's machine wants the agent to end. In a pod (`end_ends` is false) that may be a connection that has broken.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(run_agent: Callable[[], None]) -> None:
     with process_folder() as run_folder:
         folder = run_folder / tunnel_folder.name_of(config["cluster"], config["host"], config["number"])
         folder.mkdir(mode=0o700)
-        host = _Host(folder, child)
+        host = _Host(folder, child, end_ends=config.pop("end_ends"))
         host.listen_for(int(config["driver"].rpartition(":")[2]))
         towards = os.environ.get("SSH_CONNECTION", "").partition(" ")[0] or config["towards"]
         child.configure({**config, "tunnel": str(folder), "towards": towards})
@@ -135,8 +135,8 @@ class _Child:
 class _Host:
     """Forwards until the agent has ended."""
 
-    def __init__(self, folder: Path, child: _Child) -> None:
-        self._fd, self._child = tunnel_folder.open_folder(folder), child
+    def __init__(self, folder: Path, child: _Child, *, end_ends: bool) -> None:
+        self._fd, self._child, self._end_ends = tunnel_folder.open_folder(folder), child, end_ends
         self._forwarder = Forwarder(self._on_frame, self._on_lost)
         self._listeners: dict[int, socket.socket] = {}  # by port
         self._attached_by: socket.socket | None = None  # to the process that has handed over the ssh connection
@@ -204,7 +204,7 @@ class _Host:
                 self._end_agent()
 
     def _on_lost(self, _reason: str, closed: bool) -> None:
-        if closed:  # the driver's machine wants the end
+        if closed and self._end_ends:  # the driver's machine wants the end
             self._end_agent()
         if self._attached_by is not None:
             self._attached_by.close()

@@ -188,6 +188,22 @@ def test_a_host_added_by_hand_is_not_discoverys_to_remove():
     assert list(story.cluster.hosts) == ["mine"]
 
 
+def test_a_host_that_kubernetes_has_ended_is_added_again_but_not_by_hand():
+    """Such a host gets another pod at once, although it was removed. It stays only while the discovery lists it."""
+    story = Story(min=1)
+    story.discover("a:1", "b:1")
+    story.answer()
+    story.send(ev.HostRemoved("b", by="the eviction of its pod", within=30.0))
+    story.answer()
+    assert list(story.cluster.hosts) == ["a"]
+    story.send(ev.HostAdded(HostSpec("b", 1), "Kubernetes", by_hand=False))
+    story.answer()
+    assert list(story.cluster.hosts) == ["a", "b"]
+    story.discover("a:1")
+    story.answer()
+    assert list(story.cluster.hosts) == ["a"]
+
+
 def test_hosts_beyond_max_come_and_go_unnoticed():
     """A host beyond max appears or leaves: the members train on undisturbed."""
     story = Story("a:2", min=1, max=2).run()

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 # agents would start cold without a word.
 assert ssh.AGENT == warm_process.AGENT
 assert f'"{ssh.AGENT}"' in Path(startup.FOLDER, "sitecustomize.py").read_text()
-FOLDERS = ("browser", "hosts", "notebooks", "process")
+FOLDERS = ("browser", "hosts", "kubernetes", "notebooks", "process")
 
 
 class WarmProcess:
