@@ -86,14 +86,18 @@ def tunnelled_agent(
     """An agent that is reached through ssh, or through `exec` in a pod that exists."""
     log, python = agent_log(settings, spec.name), settings.python
     if settings.launcher == KUBERNETES:
-        command, explain = pod_exec.command(spec.name, settings), partial(pod_exec.explain_exit, spec.name, python)
+        command = pod_exec.command(spec.name, settings)
+        explain: Callable[[int | None, str], str] = partial(pod_exec.explain_exit, spec.name, python)
     else:
-        command = ssh.command(spec, python)
-        explain = lambda code, output: ssh.explain_exit(spec, code, output, python)  # noqa: E731
+        command, explain = ssh.command(spec, python), partial(_explain_ssh, spec, python)
     end_ends = settings.launcher != KUBERNETES
     return TunnelledAgent(
         command, settings, log, explain, on_stop=on_stop, on_disconnect=on_disconnect, end_ends=end_ends
     )
+
+
+def _explain_ssh(spec: HostSpec, python: str | None, code: int | None, output: str) -> str:
+    return ssh.explain_exit(spec, code, output, python)
 
 
 def agent_for(

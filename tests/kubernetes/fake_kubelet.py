@@ -19,9 +19,10 @@ from pathlib import Path
 
 import psutil
 
-from nbelastic.provision import launchers, ssh
+from nbelastic.provision import ssh
 from nbelastic.system.interfaces import address_towards
 from tests.support import warm_process
+from tests.support.warm_agents import WarmPopen
 
 IMAGE = "registry.lab/nbelastic:1"  # the only one that there is
 RESCHEDULE = 0.05  # seconds between two looks
@@ -156,7 +157,7 @@ class FakeNodes:
         command = here(container["command"])
         self.api.commands = [*getattr(self.api, "commands", ()), command]
         with open(folder / "log", "ab") as log:
-            self._processes[name] = launchers.Popen(
+            self._processes[name] = WarmPopen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         running = {"phase": "Running", "podIP": self._address, "podIPs": [{"ip": self._address}]}
@@ -166,9 +167,7 @@ class FakeNodes:
     def _execute(self, name, words):
         """Run a command in the pod, with pipes."""
         pipe = subprocess.PIPE
-        process = launchers.Popen(
-            here(words), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = WarmPopen(here(words), stdin=pipe, stdout=pipe, start_new_session=True)
         self._executed.setdefault(name, []).append(process)
         return process
 
@@ -221,7 +220,8 @@ class FakeNodes:
 
 def here(words):
     """The command on this machine. An agent is a fork of the tests' warm process, if there is one."""
-    names = {"python3": sys.executable, warm_process.AGENT: ssh.AGENT}
+    tunnelled = f"from nbelastic.tunnel.host import main; main(lambda: exec({ssh.AGENT!r}))"
+    names = {"python3": sys.executable, warm_process.AGENT: ssh.AGENT, ssh.TUNNELLED_AGENT: tunnelled}
     return [names.get(word, word) for word in words]
 
 

@@ -67,6 +67,25 @@ def test_training_in_pods_that_exist(nodes, run_pod, start, tmp_path):
     assert {"trainer-0", "trainer-2", "other"} <= set(nodes.api.names())
 
 
+def test_a_connection_to_a_pod_that_breaks_costs_no_step(nodes, run_pod, start, tmp_path):
+    """The agents run on while the API does not answer, and the next connections reach them."""
+    run_pod("trainer-0")
+    run_pod("trainer-1")
+    training = Training(start(min=2, silence=60), tmp_path / "steps", train)
+    training.wait_for_world(2)
+    generation = training.cluster.status().generation
+    nodes.api.down()
+    kinds = lambda: [event.kind for event in training.cluster.events]
+    until(lambda: kinds().count("host-disconnected") == 2)
+    steps = len(training.lines())
+    until(lambda: len(training.lines()) > steps + 20)
+    nodes.api.up()
+    until(lambda: kinds().count("host-reconnected") == 2, 40)
+    assert training.cluster.status().generation == generation
+    training.finish()
+    assert not {"world-broken", "host-lost"} & set(kinds())
+
+
 def test_what_is_wrong_with_a_pod_is_named(nodes, run_pod, start):
     """A Python that the pod does not have ends the start with one line that says so."""
     run_pod("trainer-0")
