@@ -27,7 +27,7 @@ from nbelastic.protocol.settings import (
 )
 from nbelastic.protocol.timeouts import LEASE, LEASE_WITH_SSH
 from nbelastic.provision.discovery import source_of
-from nbelastic.provision.kubernetes_api import check_installed
+from nbelastic.provision.kubernetes_api import check_installed, own_namespace
 from nbelastic.provision.pod_manifest import parse_options
 from nbelastic.system.gpu_count import visible_gpus
 
@@ -71,6 +71,9 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     if isinstance(discovery, str) and discovery.startswith(f"{KUBERNETES}:"):
         given["launcher"] = KUBERNETES  # agents start in the pods
     launcher = given["launcher"]
+    if launcher == KUBERNETES:
+        connect = "direct" if own_namespace() else "exec"
+        given["launcher_options"] = {"connect": connect, **(given["launcher_options"] or {})}
     check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
     check(hosts is None or discovery is None, "give hosts or discovery, not both.")
     name = given["name"] or f"nbelastic-{os.getpid()}-{next(_numbers)}"
@@ -107,7 +110,9 @@ def configure_again(name: str, log_dir: str, arguments: Mapping[str, Any]) -> Co
 
 def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -> Settings:
     silence, launcher, nics = float(given["silence"]), given["launcher"], given["nics"] or ""
-    in_pods = launcher == KUBERNETES and not (given["launcher_options"] or {}).get("image")  # they run already
+    options = dict(given["launcher_options"] or {})
+    in_pods = launcher == KUBERNETES and not options.get("image")  # they run already
+    tunnels = launcher == SSH or in_pods or options.get("connect") == "exec"
     limits = Limits(
         min=given["min"],
         max=given["max"],
@@ -121,11 +126,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         shares_gpus=(given["env"] or {}).get(SHARE_GPUS, os.environ.get(SHARE_GPUS)) == "1",
         timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], SSH if in_pods else launcher),
     )
-    lease = (
-        float(given["lease"])
-        if given["keep"]
-        else max(LEASE_WITH_SSH if launcher == SSH or in_pods else LEASE, silence)
-    )
+    lease = float(given["lease"]) if given["keep"] else max(LEASE_WITH_SSH if tunnels else LEASE, silence)
     return Settings(
         name=run_folder.name,
         limits=limits,
@@ -137,7 +138,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         python=given["python"],
         cwd=str(given["cwd"]) if given["cwd"] is not None else None,
         launcher=launcher,
-        launcher_options=dict(given["launcher_options"] or {}),
+        launcher_options=options,
         lease=lease,
         metrics_port=given["metrics_port"],
     )

@@ -27,6 +27,7 @@ from nbelastic.protocol.connection_events import HostDisconnected
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
 from nbelastic.provision.launchers import Agent, BatchJobAgent, job_agent, tunnelled_agent
+from nbelastic.provision.pod_tunnel import PodTunnel
 from nbelastic.provision.pods import PodAgent, close_pods
 from nbelastic.provision.process_agent import AdoptedAgent
 from nbelastic.provision.tcp_proxy import ProxySet
@@ -129,7 +130,7 @@ class Agents:
             handle.slots = next((h.spec.slots for h in saved.cluster.hosts if h.spec.name == host), 0)
             handle.local_slots = 0 if old.driver_address else handle.slots
             on_stop = partial(self._agent_ended, host, handle)
-            if old.job:
+            if old.job and not self._settings.tunnels:
                 handle.agent = batch = job_agent(host, self._settings, on_stop, old.number)
                 batch.adopt(old.job)
             elif old.is_tunnelled:
@@ -147,7 +148,9 @@ class Agents:
         host = handle.host
         spec = next((h.spec for h in saved.cluster.hosts if h.spec.name == host), HostSpec(host, 1))
         on_stop, on_disconnect = partial(self._agent_ended, host, handle), partial(self._disconnected, host, handle)
-        agent = tunnelled_agent(spec, self._settings, on_stop, on_disconnect)
+        agent = tunnelled_agent(
+            spec, self._settings, number=handle.number, on_stop=on_stop, on_disconnect=on_disconnect
+        )
         agent.adopt(process, {**self._config(spec, "", handle), "driver": self._server.address, "threads": ""})
         return agent
 
@@ -171,7 +174,8 @@ class Agents:
             self._telemetry.batch_jobs = {
                 host: await handle.agent.state()
                 for host, handle in list(self._handles.items())
-                if isinstance(handle.agent, BatchJobAgent | PodAgent) and handle.peer not in self._server.heard_at
+                if isinstance(handle.agent, BatchJobAgent | PodAgent | PodTunnel)
+                and handle.peer not in self._server.heard_at
             }
             self._post_notices()
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
@@ -179,7 +183,7 @@ class Agents:
     def _post_notices(self) -> None:
         """Let workers leave pods that will end. Agents report the SIGTERM themselves, but not how much time is left."""
         for host, handle in self._handles.items():
-            notice = handle.agent.take_notice() if isinstance(handle.agent, PodAgent) else None
+            notice = handle.agent.take_notice() if isinstance(handle.agent, PodAgent | PodTunnel) else None
             if notice is not None:
                 within = None if notice.at is None else max(0.0, notice.at - time.monotonic())
                 self._post(ev.HostRemoved(host, by=notice.why, within=within))
@@ -357,7 +361,7 @@ class Agents:
 
     def _post_loss(self, host: str, handle: _AgentHandle | None, reason: str, silence: float = 0.0) -> None:
         self._post(ev.AgentLost(host, reason, silence, handle.number if handle is not None else 0))
-        if handle is not None and isinstance(handle.agent, PodAgent) and handle.agent.returns:
+        if handle is not None and isinstance(handle.agent, PodAgent | PodTunnel) and handle.agent.returns:
             self._post(ev.HostAdded(HostSpec(host, handle.slots), "Kubernetes", by_hand=False))
 
     def _disconnected(self, host: str, handle: _AgentHandle, reason: str) -> None:

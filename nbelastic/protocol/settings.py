@@ -79,8 +79,16 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def tunnels(self) -> bool:
-        """Whether hosts elsewhere are reached through a tunnel: of ssh, or of `exec` in pods that exist."""
-        return self.launcher == SSH or (self.launcher == KUBERNETES and not self.launcher_options.get("image"))
+        """Whether hosts elsewhere are reached through a tunnel: of ssh, or of `exec` in pods."""
+        in_pods = self.launcher == KUBERNETES
+        return self.launcher == SSH or (
+            in_pods and not (self.makes_pods and self.launcher_options["connect"] == "direct")
+        )
+
+    @property
+    def makes_pods(self) -> bool:
+        """Whether each host is a pod that is made for it; else hosts of Kubernetes are pods that exist."""
+        return bool(self.launcher_options.get("image"))
 
     @property
     def heartbeat(self) -> float:

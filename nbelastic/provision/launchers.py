@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import KUBERNETES, Settings
 from nbelastic.provision import pod_exec, ssh
+from nbelastic.provision.pod_tunnel import PodTunnel
 from nbelastic.provision.pods import PodAgent
 from nbelastic.provision.process_agent import ProcessAgent
 from nbelastic.provision.tunnelled_agent import TunnelledAgent
@@ -81,9 +82,26 @@ def job_agent(host: str, settings: Settings, on_stop: Callable[[str], None], num
 
 
 def tunnelled_agent(
+    spec: HostSpec,
+    settings: Settings,
+    *,
+    number: int,
+    on_stop: Callable[[str], None],
+    on_disconnect: Callable[[str], None],
+) -> TunnelledAgent | PodTunnel:
+    """An agent that is reached through ssh, or through `exec` in a pod: one that exists, or that is made for it."""
+
+    def open_tunnel(name: str, on_stop: Callable[[str], None]) -> TunnelledAgent:
+        return _tunnelled_agent(HostSpec(name, spec.slots, spec.user), settings, on_stop, on_disconnect)
+
+    if settings.launcher == KUBERNETES and settings.makes_pods:
+        return PodTunnel(spec.name, settings, number, on_stop, open_tunnel)
+    return open_tunnel(spec.name, on_stop)
+
+
+def _tunnelled_agent(
     spec: HostSpec, settings: Settings, on_stop: Callable[[str], None], on_disconnect: Callable[[str], None]
 ) -> TunnelledAgent:
-    """An agent that is reached through ssh, or through `exec` in a pod that exists."""
     log, python = agent_log(settings, spec.name), settings.python
     if settings.launcher == KUBERNETES:
         command = pod_exec.command(spec.name, settings)
@@ -118,7 +136,7 @@ def agent_for(
         command = [sys.executable, "-c", ssh.AGENT]
         return ProcessAgent(command, log, lambda code, output: on_stop(_explain_exit("agent", code, output)))
     if settings.tunnels:
-        return tunnelled_agent(spec, settings, on_stop, on_disconnect)
+        return tunnelled_agent(spec, settings, number=number, on_stop=on_stop, on_disconnect=on_disconnect)
     return job_agent(spec.name, settings, on_stop, number)
 
 

@@ -15,6 +15,7 @@ KEYS_FOLDER = "/var/run/nbelastic"  # where the pod's Secret is mounted
 KEYS_FILE = "agent.json"
 CONTAINER = "nbelastic"
 MANAGED = {"app.kubernetes.io/name": "nbelastic", "app.kubernetes.io/managed-by": "nbelastic"}
+CONNECT = ("direct", "exec")
 GRACE = 5  # seconds that a pod has beyond the notice of its agent
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
@@ -24,6 +25,9 @@ class PodOptions(Struct, frozen=True, kw_only=True):
     """The launcher's options. Without `image`, the hosts are pods that exist, and agents start in them."""
 
     image: str = ""
+    connect: str = (
+        ""  # `direct`: agents connect to the notebook; `exec`: through the API. Default: whether it is in a pod
+    )
     namespace: str = ""  # default: the notebook's, or that of the kubeconfig's context
     context: str = ""  # of the kubeconfig; default: its current one
     gpus: int = 0  # for each slot
@@ -58,6 +62,9 @@ def _parse(name: str, value: Any) -> Any:
             if not (str(value).isascii() and str(value).isdigit()):
                 raise UsageError(f"kubernetes: gpus={value!r} is not a whole number: GPUs for each slot.")
             return int(value)
+        case "connect":
+            if value not in CONNECT:
+                raise UsageError(f"kubernetes: connect={value!r}: choose direct or exec.")
         case "node_selector" | "labels":
             return dict(value) if isinstance(value, Mapping) else _pairs(name, str(value))
         case "pod_spec":
@@ -111,8 +118,9 @@ def pod(
     command: list[str],
     grace: float,
     owner: Mapping[str, Any] | None,
+    with_keys: bool = True,
 ) -> dict[str, Any]:
-    """The pod of a host. Its keys are in a Secret of the same name. `grace`: seconds between SIGTERM and SIGKILL.
+    """The pod of a host. `with_keys`: its keys are in a Secret of the same name. `grace`: seconds between SIGTERM and SIGKILL.
 
     `command` must replace itself with the agent, if it is a shell: only a container's first process gets SIGTERM.
     """
@@ -124,11 +132,7 @@ def pod(
         "enableServiceLinks": False,
         "shareProcessNamespace": True,  # its first process ends zombies: a Python as such would not
         "containers": [_container(options, slots, command)],
-        "volumes": [
-            # 0444: the image's user need not be root, and no other container of the pod mounts it
-            {"name": "keys", "secret": {"secretName": name, "defaultMode": 0o444}},
-            {"name": "shm", "emptyDir": shm},
-        ],
+        "volumes": [{"name": "shm", "emptyDir": shm}],
     }
     wishes = {
         "nodeSelector": dict(options.node_selector),
@@ -137,6 +141,8 @@ def pod(
         "imagePullSecrets": [{"name": options.pull_secret}] if options.pull_secret else None,
     }
     spec |= {field: value for field, value in wishes.items() if value}
+    if with_keys:
+        _mount_keys(spec, name)
     queue = {QUEUE_LABEL: options.queue} if options.queue else {}
     return {
         "apiVersion": "v1",
@@ -156,14 +162,21 @@ def _container(options: PodOptions, slots: int, command: list[str]) -> dict[str,
         "name": CONTAINER,
         "image": options.image,
         "command": command,
-        "env": [{"name": "NBELASTIC_AGENT", "value": f"{KEYS_FOLDER}/{KEYS_FILE}"}],
         "resources": _resources(options, slots),
         "volumeMounts": [
-            {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  (containers have 64 MiB there: too little for loaders)
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the pod's status then says why the agent has failed
     }
+
+
+def _mount_keys(spec: dict[str, Any], secret_name: str) -> None:
+    """Give the container the Secret with its agent's configuration."""
+    (container,) = spec["containers"]
+    container["env"] = [{"name": "NBELASTIC_AGENT", "value": f"{KEYS_FOLDER}/{KEYS_FILE}"}]
+    container["volumeMounts"].append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
+    # 0444: the image's user need not be root, and no other container of the pod mounts it
+    spec["volumes"].append({"name": "keys", "secret": {"secretName": secret_name, "defaultMode": 0o444}})
 
 
 def _resources(options: PodOptions, slots: int) -> dict[str, Any]:

@@ -35,6 +35,10 @@ class PodView(Struct, frozen=True):
     ready: bool = False
 
     @property
+    def is_running(self) -> bool:
+        return self.state.startswith("running")
+
+    @property
     def is_starting(self) -> bool:
         """Whether a node has the pod, and its container does not run yet."""
         return self.state.startswith("starting")

@@ -23,6 +23,7 @@ from nbelastic.provision.pod_states import PodView, view
 from nbelastic.provision.ssh import AGENT
 from nbelastic.system.backoff import Backoff
 
+WAITING = "from nbelastic.agent.pod import main; main()"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between two tries while the API does not answer
 CORDON_POLL = 5.0  # seconds between two looks at which nodes are cordoned
 ADOPTED_START = 600.0  # seconds for the start of a pod whose driver was killed perhaps before it made the pod's Secret
@@ -174,12 +175,21 @@ class Pods:
 class PodAgent:
     """An agent in a pod of its own. `on_stop(why)` is called once, in the loop's thread.
 
-    `job`: the pod's name. `number`: unique among the cluster's agents.
+    `job`: the pod's name. `number`: unique among the cluster's agents. With `on_running`, the pod has no Secret and only
+    waits for an agent: `on_running()` is called once, when it runs.
     """
 
     process = ""
 
-    def __init__(self, host: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        settings: Settings,
+        on_stop: Callable[[str], None],
+        number: int,
+        *,
+        on_running: Callable[[], None] | None = None,
+    ) -> None:
         self.job = pod_manifest.pod_name(settings.name, host, settings.number, number)
         self.view = PodView(state="queued")
         self.is_created = False
@@ -190,6 +200,7 @@ class PodAgent:
         self._untaken: Notice | None = None  # the same, until it was taken
         self._must_run_by = math.inf
         self._ended = False
+        self._waits, self._on_running = on_running is not None, on_running
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Create the pod, and its Secret with the agent's configuration. Return at once."""
@@ -235,7 +246,10 @@ class PodAgent:
             self._end(self.view.ended)
         elif self.view.is_starting and time.monotonic() > self._must_run_by:
             self._end(f"its pod has not started within {ADOPTED_START:g} s: {self.view.state}")
-        elif self.view.leaves_within is not None:
+        if self.view.is_running and self._on_running is not None and not self._ended:
+            on_running, self._on_running = self._on_running, None
+            on_running()
+        if self.view.leaves_within is not None:
             self.announce(Notice(self.view.why, time.monotonic() + self.view.leaves_within))
 
     async def _create(self, config: Mapping[str, Any]) -> None:
@@ -248,12 +262,15 @@ class PodAgent:
                 host=self._host,
                 slots=int(config["settings"]["slots"]),
                 labels=pods.labels,
-                command=[settings.python or "python3", "-c", AGENT],
+                command=[settings.python or "python3", "-c", WAITING if self._waits else AGENT],
+                with_keys=not self._waits,
                 grace=settings.limits.timeouts.notice,
                 owner=owner,
             )
             created = await pods.api.request("POST", "pods", body=manifest)
             self.is_created = True
+            if self._waits:
+                return
             # After the pod, which owns it: so it never outlives the pod. The pod starts when it is there
             keys = pod_manifest.secret(self.job, pods.labels, config, pod_manifest.owner_reference(created))
             await pods.api.request("POST", "secrets", body=keys)

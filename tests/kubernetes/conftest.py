@@ -39,7 +39,7 @@ def start(nodes, tmp_path):
     started = []
 
     def begin(hosts="one:1,two:1", *, wait=True, launcher_options=None, **options):
-        launched = {"image": IMAGE, **(launcher_options or {})}
+        launched = {"image": IMAGE, "connect": "direct", **(launcher_options or {})}
         options = {"silence": 3, "cooldown": (0, 0), "log_dir": tmp_path / "logs", "stop_timeout": 5, **options}
         cluster = nbe.Cluster(hosts, launcher="kubernetes", launcher_options=launched, **options)
         started.append(cluster)

@@ -52,6 +52,7 @@ def test_an_evicted_pod_leaves_before_and_its_host_gets_another(nodes, trains):
     assert not losses(training.cluster)
 
 
+@pytest.mark.soak(seconds=8)
 def test_a_lost_node_is_a_lost_host(nodes, trains):
     """The others train on after `silence`. The host's next pod is on another node."""
     training = trains("one:1,two:1")
@@ -66,7 +67,7 @@ def test_a_lost_node_is_a_lost_host(nodes, trains):
     nodes.api.call(nodes.api.remove, "pods", lost)  # as Kubernetes does when the node is removed
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=6)
 def test_a_pod_that_is_gone_is_lost_at_once(nodes, trains):
     """The driver does not wait for `silence` when the API reports that a pod was removed by force."""
     training = trains("one:1,two:1", silence=60)
@@ -79,7 +80,7 @@ def test_a_pod_that_is_gone_is_lost_at_once(nodes, trains):
     assert any("two: its pod is gone" in event.text for event in training.cluster.events)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=8)
 def test_the_training_outlives_an_outage_of_the_api(nodes, trains):
     """Training goes on, and what has changed meanwhile is seen later."""
     training = trains("one:1,two:1", silence=60)
@@ -124,6 +125,7 @@ def test_a_wrong_image_is_named(nodes, start):
     assert "one: its image registry.lab/none:1 cannot be pulled (ImagePullBackOff: Back-off pulling" in line
 
 
+@pytest.mark.soak(seconds=5)
 def test_a_pod_without_a_place_waits(nodes, start):
     """The status shows why a pod waits. It joins when there is a place for it."""
     cluster = start("one:4,two:4,three:4", launcher_options={"gpus": "1"}, wait=False)
@@ -137,7 +139,7 @@ def test_a_pod_without_a_place_waits(nodes, start):
     cluster.wait(8, timeout=60)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=10)
 def test_a_cordoned_node_is_left(nodes, trains):
     """Workers leave a node that is cordoned, by a planned change, and the host's next pod is elsewhere."""
     training = trains("one:1,two:1")
@@ -150,7 +152,7 @@ def test_a_cordoned_node_is_left(nodes, trains):
     assert not losses(training.cluster)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(seconds=8)
 def test_another_driver_takes_over_the_pods(nodes, trains):
     """When the driver is killed, the next one has the same pods, and deletes them at the stop."""
     training = trains("one:1,two:1")
@@ -163,4 +165,30 @@ def test_another_driver_takes_over_the_pods(nodes, trains):
     nodes.evict(pod_of(nodes, "two"))
     until(lambda: pod_of(nodes, "two") not in before)
     training.wait_for_world(2)
+    training.finish()
+
+
+def test_pods_that_cannot_connect_to_the_notebook(nodes, trains):
+    """From a laptop agents are reached through the API. An evicted pod leaves before; no Secret is made, and all is deleted."""
+    training = trains("one:1,two:1", launcher_options={"connect": "exec"})
+    training.wait_for_world(2)
+    assert nodes.api.names("secrets") == []
+    evicted = pod_of(nodes, "two")
+    nodes.evict(evicted)
+    until(lambda: pod_of(nodes, "two") not in (evicted, ""))
+    training.wait_for_world(2)
+    training.finish()
+    assert not losses(training.cluster)
+
+
+@pytest.mark.soak(seconds=15)
+def test_another_driver_takes_over_pods_behind_tunnels(nodes, trains):
+    """When the driver is killed, the next one has the same pods and agents, and deletes the pods at the stop."""
+    training = trains("one:1,two:1", launcher_options={"connect": "exec"})
+    training.wait_for_world(2)
+    before, generation = nodes.api.names(), training.cluster.status().generation
+    os.kill(driver_pid(training.cluster), signal.SIGKILL)
+    until(lambda: any(event.kind == "driver-came" for event in training.cluster.events))
+    training.wait_for_world(2)
+    assert (nodes.api.names(), training.cluster.status().generation) == (before, generation)
     training.finish()

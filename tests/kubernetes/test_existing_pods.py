@@ -67,6 +67,7 @@ def test_training_in_pods_that_exist(nodes, run_pod, start, tmp_path):
     assert {"trainer-0", "trainer-2", "other"} <= set(nodes.api.names())
 
 
+@pytest.mark.soak(seconds=10)
 def test_a_connection_to_a_pod_that_breaks_costs_no_step(nodes, run_pod, start, tmp_path):
     """The agents run on while the API does not answer, and the next connections reach them."""
     run_pod("trainer-0")

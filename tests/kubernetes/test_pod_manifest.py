@@ -50,8 +50,8 @@ def test_a_pod_has_what_the_options_say():
     assert spec["nodeSelector"] == {"gpu": "h100", "zone": "b"}
     assert spec["priorityClassName"] == "low"
     assert found["metadata"]["labels"].items() >= {"kueue.x-k8s.io/queue-name": "team", "team": "vision"}.items()
-    assert [mount["name"] for mount in container["volumeMounts"]] == ["keys", "shm", "data"]
-    assert [volume["name"] for volume in spec["volumes"]] == ["keys", "shm", "data"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == ["shm", "keys", "data"]
+    assert [volume["name"] for volume in spec["volumes"]] == ["shm", "keys", "data"]
     assert spec["restartPolicy"] == "Never"
     assert spec["terminationGracePeriodSeconds"] > 30
     assert not spec["automountServiceAccountToken"]
@@ -63,6 +63,16 @@ def test_a_plain_pod_asks_for_nothing_special():
     check(found)
     assert found["spec"]["containers"][0]["resources"] == {}
     assert "ownerReferences" not in found["metadata"]
+
+
+def test_a_pod_that_waits_has_no_keys():
+    """It gets them through the API when its agent starts."""
+    labels = labels_of("demo", "0a1b2c3d")
+    arguments = {"labels": labels, "command": ["python3", "-c", "pass"], "grace": 30.0, "owner": None}
+    found = pod(parse_options({"image": "lab/x"}), name="n", host="a", slots=1, with_keys=False, **arguments)
+    check(found)
+    assert "secret" not in str(found["spec"])
+    assert "env" not in found["spec"]["containers"][0]
 
 
 def test_a_secret_ends_with_its_pod():
@@ -88,6 +98,7 @@ def test_the_manifests_of_the_documentation_are_valid(file):
         ({"gpus": "one"}, r"gpus='one' is not a whole number"),
         ({"node_selector": "h100"}, r"node_selector='h100': write label=value"),
         ({"pod_spec": "{"}, r"pod_spec is not JSON"),
+        ({"connect": "ssh"}, r"connect='ssh': choose direct or exec"),
         ({"pod_spec": "[]"}, r"pod_spec must be a JSON object"),
     ],
 )

@@ -80,6 +80,23 @@ def test_a_pod_is_created_and_deleted(nodes, settings):
     run(story)
 
 
+def test_a_pod_without_a_place_says_why(nodes, settings):
+    """The state has the scheduler's reason until there is a place."""
+
+    async def story():
+        one = Observed(settings())
+        for node in ("node1", "node2"):
+            nodes.cordon(node)
+        one.agent.start(CONFIG)
+        reason = "queued (0/2 nodes are available: 2 Insufficient nvidia.com/gpu.)"
+        await until_async(lambda: one.agent.view.state == reason)
+        assert await one.agent.state() == reason
+        nodes.api.call(nodes.api.change, "nodes", "node1", lambda node: node["spec"].clear())
+        await one.runs()
+
+    run(story)
+
+
 def test_a_pod_that_is_killed_before_it_is_created(nodes, settings):
     """No pod is left, whenever the kill comes."""
 
