@@ -27,6 +27,8 @@ from typing import Any
 import msgspec
 import psutil
 
+from nbelastic.agent import cloud_notices
+from nbelastic.agent.config import Config
 from nbelastic.agent.fork import fork
 from nbelastic.agent.gpu_health import HELD
 from nbelastic.agent.gpu_samples import Gpus
@@ -40,14 +42,14 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import Gpu, WorkerId
 from nbelastic.system import running_agents, versions
 from nbelastic.system.addresses import address_of, is_loopback
-from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.folder_paths import kept_state_folder, process_folder, user_folder
 from nbelastic.system.ports import reserved_port
 from nbelastic.system.processes import kill_group, state_of
+from nbelastic.system.running_agents import Notice
 from nbelastic.system.tunnel_folder import driver_endpoint, open_tunnel
 from nbelastic.transport.client import Client
-from nbelastic.transport.keys import Keys
 
+LIMIT_SPARE = 15.0  # seconds between the end that the agent announces and its job's time limit
 SUSPENDED = 2.0  # seconds; a thread that runs later than planned by more than this was stopped with its process
 CHECK = 0.1  # seconds between checks of the workers' process states
 SAMPLE = 1.0  # seconds between samples
@@ -56,26 +58,6 @@ SILENT_AFTER = 15.0  # seconds by which the main thread is late; then the link s
 EXIT_AFTER = 60.0  # seconds by which the main thread is late; then the process exits, as nothing else would end it
 MESSAGE_TIMEOUT = 300.0  # seconds in which the main thread handles a message; the first fork waits for the template
 ENTRY = ("nbelastic.programs.boot", "boot")  # by name: the agent must not import it
-
-
-class Config(msgspec.Struct, frozen=True):
-    """What an agent needs to know, beside what `start` has used already."""
-
-    host: str
-    driver: str  # the endpoint of the driver's server
-    keys: Keys
-    number: int  # of this agent among those of the host
-    driver_lease: DriverLease | None  # on the driver's machine; None elsewhere
-    lease: float  # seconds without a driver after which the agent ends
-    heartbeat: float  # seconds
-    notice: float  # seconds between SIGTERM and the end
-    address: str  # a loopback address on the driver's machine; empty elsewhere
-    nics: tuple[str, ...]  # network interfaces to use; empty: any
-    run_folder: str  # for temporary files; empty: make a folder
-    log_dir: str  # the cluster's log folder on the driver's machine
-    settings: dict[str, str]  # of the workers
-    towards: str = ""  # an address on the driver's side of this host
-    tunnel: str = ""  # the folder of the tunnel's end, through which the driver is reached; empty: there is none
 
 
 class _WorkerProcess:
@@ -95,11 +77,10 @@ class Agent:
         self._workers: dict[WorkerId, _WorkerProcess] = {}
         self._gpus = Gpus()
         self._reported_gpus: tuple[Gpu, ...] = ()
-        self._waiting: dict[
-            WorkerId, tuple[agent_messages.Spawn, float]
-        ] = {}  # for memory of their GPUs, and until when
+        self._waiting: dict[WorkerId, tuple[agent_messages.Spawn, float]] = {}  # for GPU memory, and until when
         self._done = False
-        self._terminated: list[float] = []  # when signals SIGTERM came that are not handled yet
+        # Not handled yet, and when they came; None: SIGTERM
+        self._notices: deque[tuple[float, Notice | None]] = deque()
         # When the process last continued after it was stopped. Messages that the driver sent meanwhile are not read yet.
         self._continued_at = 0.0
         self._protocol = Protocol(config.host, config.lease, config.notice)
@@ -117,8 +98,10 @@ class Agent:
         )
 
     def run(self) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: self._on_sigterm())
+        signal.signal(signal.SIGTERM, lambda *_: self._on_notice(None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        limit = Notice(max(0.0, self._config.successor - LIMIT_SPARE), "the time limit of its job")
+        signal.signal(signal.SIGUSR1, lambda *_: self._on_notice(limit))
         with contextlib.ExitStack() as at_end:
             self._set_up(at_end)
             common = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}
@@ -130,6 +113,7 @@ class Agent:
             at_end.callback(self._nodes.close)
             self._reported_gpus = self._gpus.find(FIND_GPUS)
             self._link.send(self._hello())
+            cloud_notices.start(self._on_notice)
             try:
                 self._serve()
             finally:
@@ -139,9 +123,8 @@ class Agent:
         """Find this host's addresses, start the prober if hosts of other machines need it, and make the folders."""
         config = self._config
         on_driver_machine = bool(config.address)
-        self._addresses = addresses_by_preference(
-            config.address or config.towards or address_of(config.driver), config.nics, on_driver_machine
-        )
+        towards = config.address or config.towards or address_of(config.driver)
+        self._addresses = addresses_by_preference(towards, config.nics, on_driver_machine)
         self._home = (self._addresses[0].address, self._addresses[0].name)  # address and interface of stores
         # On the driver's machine the prober is started with the first host elsewhere. Until then its port is only reserved.
         self._port = at_end.enter_context(reserved_port(self._home[0])) if on_driver_machine else 0
@@ -229,9 +212,13 @@ class Agent:
                 self._check_cluster(now)
 
     def _check_end(self, now: float) -> None:
-        while self._terminated:
-            at = self._terminated.pop(0)  # the main thread may have waited for the template since
-            self._carry_out(self._protocol.terminated(at, now, running_agents.read_notice(self._folder)))
+        while self._notices:
+            at, notice = self._notices.popleft()  # the main thread may have waited for the template since
+            notice = notice or running_agents.read_notice(self._folder)
+            if notice is None:
+                self._carry_out(self._protocol.terminated(at, now))
+            else:
+                self._carry_out(self._protocol.will_end(at + notice.within, notice.reason, now))
         self._carry_out(self._protocol.check_end(now))
 
     def _main_thread_runs(self) -> bool:
@@ -266,9 +253,9 @@ class Agent:
         self._inbox.append(message)
         os.eventfd_write(self._wake, 1)
 
-    def _on_sigterm(self) -> None:
-        """A batch system, an administrator or a shutdown will end this process."""
-        self._terminated.append(time.monotonic())
+    def _on_notice(self, notice: Notice | None) -> None:
+        """The machine will end; None: SIGTERM of a batch system, an administrator, a shutdown or `nbelastic drain`."""
+        self._notices.append((time.monotonic(), notice))
         os.eventfd_write(self._wake, 1)
 
     def _handle_messages(self) -> None:

@@ -71,7 +71,8 @@ class Protocol:
         `notice`: seconds between SIGTERM and its end.
         """
         self._host, self._lease, self._notice = host, lease, notice
-        self._ends_at: float | None = None  # after SIGTERM, unless the driver cancels that
+        self._end: tuple[float, str] | None = None  # when the agent ends, and why; None: no end is known
+        self._terminated = False  # SIGTERM came
         self._owner_ended_at: float | None = None
         self.cluster_ended = False  # its files were removed
         self._workers: dict[WorkerId, _Worker] = {}
@@ -106,33 +107,34 @@ class Protocol:
                     worker.frozen = 0  # so that the new driver receives it, too
                 return [SendHello(), *self._announce_end(now)]
             case agent_messages.CancelEnd():
-                self._ends_at = None
+                self._end, self._terminated = None, False
             case agent_messages.StopAgent():
                 return [End()]
         return []
 
-    def terminated(self, at: float, now: float, within: float | None = None) -> list[Action]:
-        """SIGTERM came: the agent will end, but its workers may leave at a commit before. At the second one it ends at once.
-
-        `within`: seconds in which the host ends, if that was said; then a second one only changes the time.
-        """
-        if self._ends_at is not None and within is None:
+    def terminated(self, at: float, now: float) -> list[Action]:
+        """SIGTERM came: the agent will end, but its workers may leave at a commit before. At the second one it ends at once."""
+        if self._terminated:
             return [Send(agent_messages.AgentGoodbye(self._host, "its agent received SIGTERM twice")), End()]
-        end = at + (self._notice if within is None else within)
-        self._ends_at = end if self._ends_at is None else min(end, self._ends_at)
+        self._terminated = True
+        return self.will_end(at + self._notice, "SIGTERM to its agent", now)
+
+    def will_end(self, at: float, reason: str, now: float) -> list[Action]:
+        """The host ends at this time. If an earlier end is known, that one stays."""
+        self._end = min(self._end or (at, reason), (at, reason))
         return self._announce_end(now)
 
     def _announce_end(self, now: float) -> list[Action]:
-        if self._ends_at is None:
+        if self._end is None:
             return []
-        within = max(0.0, self._ends_at - now)
-        return [Send(agent_messages.AgentEnding(self._host, within, "SIGTERM to its agent"))]
+        at, reason = self._end
+        return [Send(agent_messages.AgentEnding(self._host, max(0.0, at - now), reason))]
 
     def check_end(self, now: float) -> list[Action]:
-        """End after SIGTERM if the driver has not done it in time."""
-        if self._ends_at is None or now < self._ends_at:
+        """End at the announced time if the driver has not ended the agent before."""
+        if self._end is None or now < self._end[0]:
             return []
-        return [Send(agent_messages.AgentGoodbye(self._host, "the time after SIGTERM is over")), End()]
+        return [Send(agent_messages.AgentGoodbye(self._host, f"its time is over: {self._end[1]}")), End()]
 
     def forked(self, w: WorkerId, pid: int) -> list[Action]:
         self._workers[w] = _Worker(pid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import signal
 import sys
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -29,6 +30,8 @@ def main() -> None:
     os.environ["NBELASTIC_AGENT_PID"] = str(
         os.getpid()
     )  # for the template, which removes it from the workers' environment
+    # A batch script ignores SIGUSR1 until the agent handles it. The template must not inherit that, as it would no handler.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     mp.get_context("forkserver").set_forkserver_preload([TEMPLATE])
     forkserver.ensure_running()
 

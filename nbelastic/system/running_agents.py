@@ -16,6 +16,13 @@ PROCESS = "process"  # the file with the agent's process and host
 NOTICE = "notice"  # the file that says in how many seconds the host ends
 
 
+class Notice(NamedTuple):
+    """The machine ends in about `within` seconds."""
+
+    within: float
+    reason: str
+
+
 class RunningAgent(NamedTuple):
     """`process`: its identity."""
 
@@ -56,11 +63,11 @@ def announce_end(agent: RunningAgent, within: float) -> bool:
     return True
 
 
-def read_notice(folder: Path) -> float | None:
-    """In the agent, after SIGTERM: in how many seconds the host ends; None if `announce_end` has not sent the signal."""
+def read_notice(folder: Path) -> Notice | None:
+    """In the agent, after SIGTERM: what `announce_end` wrote; None if the signal came from elsewhere."""
     try:
         within = float((folder / NOTICE).read_text())
         (folder / NOTICE).unlink()
     except (OSError, ValueError):
         return None
-    return within
+    return Notice(within, "nbelastic drain")

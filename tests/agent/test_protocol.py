@@ -140,7 +140,7 @@ def test_sigterm_announces_the_end():
     notice = agent_messages.AgentEnding("a", 20.0, "SIGTERM to its agent")
     assert agent.terminated(100.0, 100.0) == [Send(notice)]
     assert agent.check_end(119.0) == []
-    ends = [Send(agent_messages.AgentGoodbye("a", "the time after SIGTERM is over")), End()]
+    ends = [Send(agent_messages.AgentGoodbye("a", "its time is over: SIGTERM to its agent")), End()]
     assert agent.check_end(120.0) == ends
 
 
@@ -178,14 +178,19 @@ def test_a_new_driver_learns_of_the_end():
     assert agent.handle(messages.NewDriver(1), 105.0) == [SendHello(), notice]
 
 
-def test_a_drain_changes_the_time_and_ends_nothing():
-    """`nbelastic drain` after SIGTERM may shorten the time; it is not the second SIGTERM that ends the agent."""
+def test_another_notice_may_shorten_the_time():
+    """A later end than the known one changes nothing; none is the second SIGTERM that ends the agent at once."""
     agent = with_worker()
-    agent.terminated(100.0, 100.0)
-    assert agent.terminated(101.0, 101.0, within=60.0) == [
-        Send(agent_messages.AgentEnding("a", 19.0, "SIGTERM to its agent"))
-    ]
-    assert agent.terminated(102.0, 102.0, within=5.0) == [
-        Send(agent_messages.AgentEnding("a", 5.0, "SIGTERM to its agent"))
-    ]
-    assert agent.check_end(107.0)
+    sigterm = "SIGTERM to its agent"
+    assert agent.terminated(100.0, 100.0) == [Send(agent_messages.AgentEnding("a", 20.0, sigterm))]
+    assert agent.will_end(161.0, "a drain", 101.0) == [Send(agent_messages.AgentEnding("a", 19.0, sigterm))]
+    assert agent.will_end(107.0, "a drain", 102.0) == [Send(agent_messages.AgentEnding("a", 5.0, "a drain"))]
+    assert agent.check_end(107.0) == [Send(agent_messages.AgentGoodbye("a", "its time is over: a drain")), End()]
+
+
+def test_the_first_sigterm_may_come_after_another_notice():
+    """A cloud's notice comes first, then the SIGTERM of the shutdown: workers that have not left still have the time."""
+    agent = with_worker()
+    agent.will_end(115.0, "a cloud", 100.0)
+    assert agent.terminated(110.0, 110.0) == [Send(agent_messages.AgentEnding("a", 5.0, "a cloud"))]
+    assert agent.terminated(111.0, 111.0)[-1] == End()

@@ -21,7 +21,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 running_agents.register(folder, folder.name)
 print("registered", flush=True)
 signal.sigwait([signal.SIGTERM])
-print(running_agents.read_notice(folder), running_agents.read_notice(folder))
+print(running_agents.read_notice(folder).within, running_agents.read_notice(folder))
 """
 
 
