@@ -81,6 +81,7 @@ class DriverSnapshot(msgspec.Struct, frozen=True):
     tunnels: tuple[str, ...] = ()
     job: SavedJob | None = None
     number: str = ""  # names the folder for batch jobs
+    machine: str = ""  # see `local_clusters`: where the processes run
     owner: str = ""  # the kernel with whose end the cluster ends; empty: the cluster is kept
     hosts: tuple[str, ...] = ()
     slots: int = 0

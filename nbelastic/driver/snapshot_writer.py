@@ -24,6 +24,7 @@ from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import versions
 from nbelastic.system.private_files import append_private, replace_private
+from nbelastic.system.processes import machine
 from nbelastic.transport.keys import Keys
 
 TELEMETRY = "live.json"
@@ -133,6 +134,7 @@ class SnapshotWriter:
             tunnels=tuple(agent.process for agent in agents.values() if agent.is_tunnelled and agent.process),
             job=job,
             number=settings.number,
+            machine=machine(),
             owner=settings.owner,
             hosts=tuple(host.spec.name for host in cluster.hosts),
             slots=sum(host.spec.slots for host in cluster.hosts),

@@ -25,7 +25,7 @@ from nbelastic.protocol.timeouts import DRIVER_START, TAKEOVER_PER_WORKER
 from nbelastic.system import versions
 from nbelastic.system.folder_paths import batch_folder, runs_folder
 from nbelastic.system.process_identity import is_alive, pid_of
-from nbelastic.system.processes import kill_group
+from nbelastic.system.processes import kill_group, machine
 
 SNAPSHOT_FILE = "state.json"
 T = TypeVar("T")
@@ -35,8 +35,8 @@ class _AnyVersion(msgspec.Struct):
     """The part of a driver snapshot that every version of nbelastic can read.
 
     `wire`: the `fingerprint`. `processes`: the identities of the cluster's processes on this machine. `tunnels`: those of them
-    that end by themselves, each with the agent that it leads to. `number`: random, one
-    per start of a cluster.
+    that end by themselves, each with the agent that it leads to. `number`: random, one per start of a cluster. `machine`: where
+    these processes run, as several machines may share a temporary folder.
     """
 
     version: str
@@ -45,6 +45,17 @@ class _AnyVersion(msgspec.Struct):
     processes: tuple[str, ...] = ()
     tunnels: tuple[str, ...] = ()
     number: str = ""
+    machine: str = ""
+
+    @property
+    def lives_here(self) -> bool:
+        """Whether a process of the cluster is alive on this machine."""
+        return any(map(is_alive, self.processes))
+
+    @property
+    def elsewhere(self) -> str:
+        """The other machine on which the cluster's processes run, if any does; empty if they are of this machine."""
+        return "" if self.machine in ("", machine()) or self.lives_here else self.machine.partition(" ")[0]
 
 
 class SnapshotHead(_AnyVersion):
@@ -91,6 +102,8 @@ def read(folder: Path, kind: type[T]) -> T:
     """
     saved, data, mode = _read_any_version(folder)
     path = folder / SNAPSHOT_FILE
+    if saved.elsewhere:
+        raise UsageError(f"the cluster {folder.name!r} belongs to the machine {saved.elsewhere}: attach there.")
     if stat.S_IMODE(mode) & 0o077:
         raise UsageError(f"{path} is open to others, and holds keys: chmod 600 it.")
     if saved.wire != fingerprint():
@@ -177,7 +190,7 @@ def _found() -> Iterator[ClusterInfo]:
             continue
         try:
             any_version, *_ = _read_any_version(folder / name)
-            if not driver and not any(map(is_alive, any_version.processes)):
+            if not (driver or any_version.lives_here or any_version.elsewhere):
                 remove_dead_cluster(name)
                 continue
             saved = read(folder / name, SnapshotHead)
@@ -190,9 +203,12 @@ def _found() -> Iterator[ClusterInfo]:
 def remove_dead_cluster(name: str, number: str = "", *, kill: bool = False) -> None:
     """Remove the files of a cluster without processes; `kill`: first kill its processes.
 
-    Do nothing if the cluster has a driver, or if the name belongs to a cluster with another number by now.
+    Do nothing if the cluster has a driver, or if the name belongs to a cluster with another number by now. Without a
+    number, do nothing if the cluster is another machine's.
     """
     run_folder = RunFolder(name)
+    if not number and _other_machine(run_folder):
+        return
     with suppress(UsageError):  # another process has just claimed the name
         run_folder.acquire()
         with suppress(UsageError):  # there is no snapshot yet, or it is damaged
@@ -209,6 +225,11 @@ def remove_dead_cluster(name: str, number: str = "", *, kill: bool = False) -> N
 
 def claim_name(run_folder: RunFolder, number: str) -> None:
     """Lock the name for a new cluster with this number. UsageError if a cluster has it, with or without a driver."""
+    if other := _other_machine(run_folder):  # before the lock, which not every file system shares
+        raise UsageError(
+            f"a cluster of the machine {other} is named {run_folder.name!r}, in the same temporary folder: choose another "
+            f"name. If that machine is gone, remove {run_folder.path}."
+        )
     run_folder.acquire()
     try:
         _refuse_living_cluster(run_folder)
@@ -219,11 +240,18 @@ def claim_name(run_folder: RunFolder, number: str) -> None:
     run_folder.make()
 
 
+def _other_machine(run_folder: RunFolder) -> str:
+    """The machine to which the cluster of this name belongs; empty if it is this one, or there is no such cluster."""
+    with suppress(OSError, msgspec.DecodeError):  # there is no snapshot, or it is damaged
+        return msgspec.json.decode((run_folder.path / SNAPSHOT_FILE).read_bytes(), type=_AnyVersion).elsewhere
+    return ""
+
+
 def _refuse_living_cluster(run_folder: RunFolder) -> None:
     """UsageError if processes of a cluster with this name run, or may run."""
     if (run_folder.path / SNAPSHOT_FILE).exists():
         saved, *_ = _read_any_version(run_folder.path)
-        if any(map(is_alive, saved.processes)):
+        if saved.lives_here:
             raise UsageError(
                 f"a cluster named {run_folder.name!r} runs without a driver: attach to it, or choose another name."
             )

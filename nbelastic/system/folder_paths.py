@@ -41,13 +41,17 @@ def kept_state_folder(agent_folder: Path, worker: object) -> Path:
 
 @contextlib.contextmanager
 def process_folder() -> Iterator[Path]:
-    """A private folder for this process, removed at the end. First, remove the folders that killed processes have left."""
-    for folder in user_folder().glob(f"{_LOCKED}*"):
+    """A private folder for this process, removed at the end. First, remove the folders that killed processes have left.
+
+    Not those of other machines, which may share the temporary folder: not every file system shares locks.
+    """
+    locked = f"{_LOCKED}{os.uname().nodename}-"
+    for folder in user_folder().glob(f"{locked}*"):
         with contextlib.suppress(OSError), _locked(folder):  # BlockingIOError: its process still runs
             shutil.rmtree(folder, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=user_folder()))  # until it is locked, no process removes this name
     with _locked(new):
-        path = new.rename(new.with_name(_LOCKED + new.name))
+        path = new.rename(new.with_name(locked + new.name))
         try:
             yield path
         finally:

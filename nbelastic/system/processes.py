@@ -70,6 +70,11 @@ def last_output(log: Path, begin: int = 0) -> str:
     return ""
 
 
+def machine() -> str:
+    """The machine's name and the PID namespace: this process knows which of the processes there are alive."""
+    return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
+
+
 def pid_namespace() -> str:
     """The machine's boot and the PID namespace. For two processes with the same text a pid means the same process."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -12,6 +12,7 @@ import time
 import pytest
 
 import nbelastic as nbe
+from nbelastic.protocol import local_clusters, run_folder
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.system.folder_paths import batch_folder, process_folder, user_folder
 from tests.driver.hostless_cluster import NoHosts
@@ -122,6 +123,62 @@ def test_a_name_affects_no_other_folder(start_hostless, clusters_folder, name):
         cluster.stop()
         assert held.exists()
     assert logs.exists()
+
+
+class AnotherMachine:
+    """This process poses as one of another machine, which knows none of the processes here."""
+
+    def __init__(self, monkeypatch, name):
+        self.monkeypatch, self.name = monkeypatch, name
+
+    def __enter__(self):
+        self.patch = self.monkeypatch.context()
+        patch = self.patch.__enter__()
+        patch.setattr(local_clusters, "machine", lambda: f"{self.name} pid:[1]")
+        patch.setattr(local_clusters, "is_alive", lambda _: False)
+        patch.setattr(run_folder, "is_alive", lambda _: False)
+        patch.setattr(run_folder.fcntl, "flock", lambda *_: None)  # a file system that does not share locks
+
+    def __exit__(self, *error):
+        self.patch.__exit__(*error)
+
+
+def test_machines_that_share_a_temporary_folder_leave_each_others_clusters(
+    start_hostless, clusters_folder, monkeypatch
+):
+    """Another machine lists the cluster, and neither removes its files, takes its name, nor attaches to it."""
+    cluster = start_hostless("digits", keep=True)
+    folder = cluster._link.run_folder
+    files = lambda: {path: path.read_bytes() for path in (folder.lock, folder.path / local_clusters.SNAPSHOT_FILE)}
+    before = files()
+    with AnotherMachine(monkeypatch, "login2"):
+        (info,) = local_clusters.clusters()
+        here = os.uname().nodename
+        assert info.problem == f"the cluster 'digits' belongs to the machine {here}: attach there."
+        local_clusters.remove_dead_cluster("digits")
+        with pytest.raises(nbe.UsageError, match=f"a cluster of the machine {here} is named 'digits'"):
+            local_clusters.claim_name(RunFolder("digits"), "00000002")
+        with pytest.raises(nbe.UsageError, match=f"belongs to the machine {here}: attach there"):
+            nbe.Cluster.attach("digits")
+    assert files() == before
+    assert local_clusters.clusters()[0].problem == ""
+    cluster.stop()
+    assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("snapshot", [None, b"", b"{"])
+def test_a_driver_that_was_killed_at_its_start_leaves_no_cluster(clusters_folder, snapshot):
+    """Its lock is removed when the clusters are listed, and its name is free. A damaged snapshot is listed as such."""
+    folder = RunFolder("digits")
+    folder.lock.write_text("1@1 00000001")
+    if snapshot is not None:
+        folder.path.mkdir()
+        (folder.path / local_clusters.SNAPSHOT_FILE).write_bytes(snapshot)
+    assert [info.name for info in local_clusters.clusters()] == ([] if snapshot is None else ["digits"])
+    if snapshot is None:
+        assert not folder.lock.exists()
+        local_clusters.claim_name(folder, "00000002")
+        folder.release()
 
 
 def test_clusters_of_two_machines_share_a_name_and_a_home(start_hostless, clusters_folder, tmp_path, monkeypatch):
