@@ -29,6 +29,7 @@ from nbelastic.protocol.timeouts import LEASE, LEASE_WITH_SSH
 from nbelastic.provision.discovery import source_of
 from nbelastic.provision.kubernetes_api import check_installed, own_namespace
 from nbelastic.provision.pod_manifest import parse_options
+from nbelastic.provision.sbatch_options import check_time_limit, gpus_of
 from nbelastic.system.gpu_count import visible_gpus
 
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: 1 lets several ranks use one GPU
@@ -78,7 +79,9 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     check(hosts is None or discovery is None, "give hosts or discovery, not both.")
     name = given["name"] or f"nbelastic-{os.getpid()}-{next(_numbers)}"
     run_folder = RunFolder(name)
-    default_slots = slots or visible_gpus() or max(given["min"], os.cpu_count() or 1)
+    default_slots = slots or _default_slots(given)
+    if launcher != SSH and hosts is None and discovery is None:
+        hosts = _job_names(given["min"] if given["max"] is None else given["max"], given["spares"], default_slots)
     source = source_of(discovery, hosts, slots, default_slots)
     settings = _settings(given, run_folder, source)
     settings.check()
@@ -90,6 +93,7 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
         from nbelastic.provision.batch import check_options  # importing ipyparallel is slow
 
         check_options(launcher, settings.launcher_options)
+        check_time_limit(settings.launcher_options, settings.limits.timeouts.successor)
     given["slots"] = default_slots
     return Configuration(
         settings=settings,
@@ -100,6 +104,18 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
         log_dir=Path(given["log_dir"]) if given["log_dir"] is not None else None,
         is_kept=given["keep"],
     )
+
+
+def _default_slots(given: Mapping[str, Any]) -> int:
+    """The slots of a host for which the user gave no number: a batch job has as many as the GPUs that it asks for."""
+    if given["launcher"] == SSH:
+        return visible_gpus() or max(given["min"], os.cpu_count() or 1)
+    return gpus_of(given["launcher_options"] or {}) or 1
+
+
+def _job_names(workers: int, spares: int, slots: int) -> list[str]:
+    """Names of batch jobs that together have slots for so many workers."""
+    return [f"s{number}" for number in range(-(-max(1, workers + spares) // slots))]
 
 
 def configure_again(name: str, log_dir: str, arguments: Mapping[str, Any]) -> Configuration:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from msgspec.structs import replace
 
 from nbelastic.core import backoff, provisioning
@@ -39,6 +41,36 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     cluster = replace(forget_end(cluster, spec.name), leaving=cluster.leaving - kept)
     surplus = [w for w in workers_on(cluster, spec.name) if w.slot >= spec.slots]
     return provisioning.drain_workers(cluster, surplus, now, out)
+
+
+def add_successor(cluster: ClusterState, ending: Host, now: float, out: Commands) -> tuple[ClusterState, str]:
+    """Add a host that takes the place of one that ends, `a.2` of `a`: at once, as its job may have to wait in a queue.
+
+    After a back-off if that one has not been up for `healthy` seconds: the next one may end as soon. Returns its name, too.
+    """
+    name, _, number = ending.spec.name.rpartition(".")
+    stem, first = (name, int(number) + 1) if name and number.isdecimal() else (ending.spec.name, 2)
+    name = next(name for n in itertools.count(first) if (name := f"{stem}.{n}") not in cluster.hosts)
+    failures, wait = backoff.host_backoff(cluster, ending, now)
+    if ending.is_up and now - ending.since >= cluster.limits.healthy:
+        failures, wait = 0, 0.0
+    unused = Slot(incarnation=cluster.incarnations.get(name, cluster.incarnations.get(FORGOTTEN, 0)))
+    host = Host(
+        replace(ending.spec, name=name),
+        joined=cluster.hosts_joined,
+        slots=(unused,) * ending.spec.slots,
+        since=now,
+        phase=HostPhase.LOST,  # it is started like one that was lost
+        reason=f"it takes the place of {ending.spec.name}",
+        failures=failures,
+        retry_at=now + wait,
+        by_hand=True,  # no discovery lists it
+    )
+    text = f"{name} with {_slots(ending.spec.slots)} in place of {ending.spec.name}" + (
+        f", in {wait:g} s" if wait else ""
+    )
+    out.append(cmd.Record("host-added", text, host=name))
+    return replace(cluster, hosts_joined=cluster.hosts_joined + 1, hosts={**cluster.hosts, name: host}), name
 
 
 def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, out: Commands) -> ClusterState:
@@ -106,7 +138,7 @@ def agent_lost(
 ) -> ClusterState:
     """Handle the loss of a host's agent. The host is tried again after a back-off; a draining one is removed."""
     host, cluster = cluster.hosts[name], _forget_connection(_stop_probing(cluster, name), name)
-    if host.phase is HostPhase.DRAINING:
+    if host.phase is HostPhase.DRAINING or name in cluster.ending:
         out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
         return _remove(cluster, name)
     failures, wait = backoff.host_backoff(cluster, host, now)

@@ -13,8 +13,10 @@ from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import ClusterState, Ending, HostPhase
 from nbelastic.core.state_holders import alone_holds_state, state_lives
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
+LEAVE_TIME = 30.0  # seconds before its end in which a host with a successor drains, though that is not up yet
 SAVE_TIME = 10.0  # seconds before its last host ends in which a training may write a checkpoint; half of a short notice
 
 HostsEvent = ev.HostAdded | ev.HostRemoved | ev.HostsDiscovered | ev.Scaled
@@ -61,7 +63,13 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     if event.within is not None:
         ending = Ending(now + event.within, now + max(event.within - SAVE_TIME, event.within / 2))
         known = cluster.ending.get(name, ending)
-        cluster = replace(cluster, ending={**cluster.ending, name: min(known, ending, key=lambda each: each.at)})
+        ending = min(known, ending, key=lambda each: each.at)
+        successor = known.successor if event.replaced else ""
+        if event.replaced and name not in cluster.ending and host.phase is not HostPhase.DRAINING:
+            cluster, successor = host_lifecycle.add_successor(cluster, host, now, out)
+        cluster = replace(cluster, ending={**cluster.ending, name: replace(ending, successor=successor)})
+        if successor:
+            return cluster  # it trains on: see `drain_succeeded_hosts`
     if host.phase is HostPhase.DRAINING and not event.now:
         return cluster
     how = "at once" if event.now else "at the next commit"
@@ -74,6 +82,23 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     else:
         cluster = provisioning.drain_workers(cluster, workers, now, out)
     return host_lifecycle.remove_if_empty(cluster, name, out)
+
+
+def succession_at(cluster: ClusterState, ending: Ending) -> float:
+    """When a host drains that has a successor: when that is up, or gone, and at the latest some time before its end."""
+    if not ending.successor:
+        return NEVER
+    successor = cluster.hosts.get(ending.successor)
+    return 0.0 if successor is None or successor.is_up else ending.at - LEAVE_TIME
+
+
+def drain_succeeded_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+    """Let workers leave hosts whose successors are up, or which end soon."""
+    ready = [(name, ending.at) for name, ending in cluster.ending.items() if now >= succession_at(cluster, ending)]
+    for name, at in ready:
+        notice = ev.HostRemoved(name, by="the end of its job", within=max(0.0, at - now))
+        cluster = _remove_host(cluster, notice, now, out)
+    return provisioning.provision(cluster, now, out) if ready else cluster
 
 
 def end_announced_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

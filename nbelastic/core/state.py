@@ -94,10 +94,14 @@ class Host(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over."""
+    """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over.
+
+    `successor`: the host that takes its place. This one may train on until that is up, and drains then.
+    """
 
     at: float
     save_at: float | None
+    successor: str = ""
 
 
 class Stall(Struct, frozen=True):
@@ -218,7 +222,7 @@ class ClusterState(Struct, frozen=True):
     hosts_admitted: int = 0  # number of the newest admission
     discovered: bool = False  # the discovery has answered once, under this driver or an earlier one
     disconnected: dict[str, float] = {}  # hosts that receive no order, but whose workers may train on, and since when
-    ending: dict[str, Ending] = {}  # draining hosts that were announced to end
+    ending: dict[str, Ending] = {}  # hosts that were announced to end: they drain, or wait for a successor
     removed_hosts: frozenset[str] = frozenset()  # that a client removed and discovery may still list
     incarnations: dict[str, int] = {}  # highest ones of removed hosts; see `host_lifecycle.NAMES`
     wake_at: float = NEVER  # when a back-off or a start's deadline ends

@@ -59,6 +59,8 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
         cluster = partitions.progress(cluster, now, out)
     if cluster.probing:  # after the partition check, which may exclude a partner of a probed host
         cluster = host_admission.progress(cluster, now, out)
+    if cluster.ending:
+        cluster = requests.drain_succeeded_hosts(cluster, now, out)
     if cluster.kept_state is not None:  # on a host that either of the two may have excluded
         cluster = hangs.progress(cluster, now, out)
     if cluster.stopping:

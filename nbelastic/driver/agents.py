@@ -24,6 +24,7 @@ from nbelastic.driver.worker_spawner import WorkerSpawner
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected
+from nbelastic.protocol.host_sources import ListedHosts
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
 from nbelastic.provision.launchers import Agent, BatchJobAgent, job_agent, tunnelled_agent
@@ -231,6 +232,11 @@ class Agents:
         """Whether the host has an agent and is this machine."""
         return host in self._handles and not self._handles[host].driver_address
 
+    def replaces(self, host: str) -> bool:
+        """Whether another host takes this one's place when it ends: a batch job, which a discovery would replace itself."""
+        handle, listed = self._handles.get(host), isinstance(self._settings.discovery, ListedHosts)
+        return listed and handle is not None and isinstance(handle.agent, BatchJobAgent)
+
     def has_agent(self, host: str) -> bool:
         """Whether the host has an agent, as far as the driver knows."""
         return host in self._handles
@@ -302,6 +308,7 @@ class Agents:
             "lease": settings.lease,
             "heartbeat": settings.heartbeat,
             "notice": settings.limits.timeouts.notice,
+            "successor": settings.limits.timeouts.successor,
             "address": local,
             "nics": settings.nics,
             "path": list(sys.path) if local else [],

@@ -103,7 +103,7 @@ class ReceivedMessages:
             case agent_messages.AgentHello():
                 self._handle_agent_hello(message)
             case agent_messages.AgentEnding(host=host, within=within, reason=reason):
-                self._post(ev.HostRemoved(host, by=reason, within=within))
+                self._post(ev.HostRemoved(host, by=reason, within=within, replaced=self._agents.replaces(host)))
             case agent_messages.AgentGoodbye(host=host, reason=reason):
                 self._agents.lose(host, reason)
             case agent_messages.AgentSample():

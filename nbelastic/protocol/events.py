@@ -29,6 +29,7 @@ class HostRemoved(Event):
     now: bool = False
     by: str = ""
     within: float | None = None  # seconds after which the host ends, whether or not they have left; None: any time
+    replaced: bool = False  # another host takes its place
 
 
 class HostsDiscovered(Event):
@@ -341,8 +342,7 @@ class WorkerSucceeded(Event):
 class WorkerHung(Event):
     """Worker → core: its main thread blocks in a collective of `generation` though that was aborted.
 
-    The worker repeats it until it receives `EndHungWorker`. `commit`: of its training state. `keeping`: it is writing that
-    state to disk, as `EndHungWorker` has asked for.
+    Repeated until `EndHungWorker`. `commit`: of its training state. `keeping`: it writes that to disk, as `EndHungWorker` asked.
     """
 
     worker: WorkerId

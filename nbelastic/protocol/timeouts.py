@@ -39,6 +39,7 @@ class Timeouts(Struct, frozen=True):
     node: float = 15.0  # a script's node on a host ends when asked to; else it counts as ended
     end: float = 30.0  # an agent reports the end of a worker that must end; else it counts as ended
     notice: float = 30.0  # an agent's workers leave after SIGTERM; else they end with it
+    successor: float = 300.0  # before its time limit, a Slurm job's successor starts; else that job ends without it
     close: float = 5.0  # agents end when the cluster is stopped; else the driver does not wait for them
 
     def prepare_for(self, size: int) -> float:

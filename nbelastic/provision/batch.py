@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from ipyparallel.cluster import launcher as ipp
 from traitlets import List, TraitError, Unicode
 
 from nbelastic.errors import DiscoveryError, UsageError
+from nbelastic.provision import sbatch_options
 from nbelastic.provision.run_program import run_program
 from nbelastic.provision.ssh import AGENT
 from nbelastic.system.private_files import make_private, replace_private
@@ -34,19 +36,22 @@ from nbelastic.system.processes import last_output
 GROUP = "ipyparallel.engine_launchers"
 SUBMIT_TIMEOUT = 60.0  # seconds that a submission may take
 QUERY_TIMEOUT = 20.0  # seconds that a query of a job's state may take
+LEAST_LEAD, LONGEST_LEAD = 60, 65535  # seconds between SIGUSR1 and the time limit; Slurm takes no more
 POLL = 2.0  # seconds between two queries of the batch system's controller, which many users share
 
 # ipyparallel's own templates start many engines with srun, whose step would have one CPU only. Requeueing is off: the
 # driver would not know an agent that the batch system has started again. Before a time limit ends the job, the agent alone
-# gets SIGTERM: from 60 s, plus up to a minute of Slurm's, before.
+# gets SIGUSR1, so that the driver submits a job that takes its place: `lead` seconds before, or up to a minute earlier.
+# If the limit is shorter than that, the signal comes before the agent can handle it, and must not end the job.
 _SLURM = """#!/bin/sh
 #SBATCH --job-name={job_name}
 #SBATCH --export=ALL
 #SBATCH --nodes=1
 #SBATCH --cpus-per-task={slots}
 #SBATCH --no-requeue
-#SBATCH --signal=B:TERM@60
+#SBATCH --signal=B:USR1@{lead}
 #SBATCH {options}
+trap '' USR1
 exec {program_and_args}
 """
 _PBS = """#!/bin/sh
@@ -130,15 +135,22 @@ def check_options(launcher: str, options: Mapping[str, Any]) -> None:
 
 def _make_launcher(launcher: str, options: Mapping[str, Any], **reserved: Any) -> Any:
     cls = launcher_class(launcher)
+    words: list[str] = []
+    slurm = issubclass(cls, ipp.SlurmLauncher)
+    if slurm:
+        options, words = sbatch_options.split(options)
     traits = {name: trait for name, trait in cls.class_traits(config=True).items() if name not in _RESERVED}
     unknown = sorted(set(options) - set(traits))
     if unknown:
-        raise UsageError(f"{launcher} has no option {unknown[0]!r}: choose among {', '.join(sorted(traits))}.")
+        names = sorted([*traits, *(sbatch_options.SBATCH if slurm else ())])
+        raise UsageError(f"{launcher} has no option {unknown[0]!r}: choose among {', '.join(names)}.")
     values = {}
     try:
         for name, value in options.items():
             values[name] = _parse_option(traits[name], value) if isinstance(value, str) else value
         made = cls(**values, **reserved)
+        if words:
+            made.options = " ".join(filter(None, [made.options, *words]))
     except (TraitError, ValueError) as error:
         raise UsageError(f"{launcher}: {error}") from None
     if not (made.batch_template or made.batch_template_file):
@@ -214,6 +226,7 @@ class BatchAgent:
             lines.append(f"cd {shlex.quote(cwd)} || exit 1")
         lines.append(f"exec {shlex.join([python or sys.executable, '-c', AGENT])}")
         slots = str(config.get("settings", {}).get("slots") or 1)
+        self._lead = min(max(LEAST_LEAD, math.ceil(config.get("successor", 0.0))), LONGEST_LEAD)
         texts = {self._config: json.dumps(config), self._script: "\n".join(lines) + "\n"}
         threading.Thread(target=self._submit, args=(texts, slots), name="nbelastic-submit").start()
 
@@ -302,6 +315,7 @@ class BatchAgent:
         made._run_command = _run  # ipyparallel's prints error messages to the kernel's terminal
         made.namespace = {
             "slots": slots,
+            "lead": str(self._lead),
             "job_name": f"nbelastic-{self._host}",
             "short_name": f"nb-{self._host}"[:15],  # PBS accepts at most 15 characters
             **made.namespace,

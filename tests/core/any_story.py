@@ -66,9 +66,17 @@ class AnyStory(RuleBasedStateMachine):
         slots = self.story.cluster.hosts[host].slots if host in self.story.cluster.hosts else ()
         assert not any(slot.backoff_until > self.story.now for slot in slots), "adding a host clears its failures"
 
-    @rule(host=st.sampled_from(HOSTS), now=st.booleans(), within=st.sampled_from([None, None, 0.0, 3.0, 30.0, 3600.0]))
-    def remove_host(self, host, now, within):
-        self.story.remove(host, now=now, within=within)
+    @rule(
+        host=st.sampled_from(HOSTS),
+        now=st.booleans(),
+        within=st.sampled_from([None, None, 0.0, 3.0, 30.0, 3600.0]),
+        replaced=st.booleans(),
+    )
+    def remove_host(self, host, now, within, replaced):
+        self.story.remove(host, now=now, within=within, replaced=replaced and not now)
+        if self.story.addresses:  # a successor is of the same network
+            new = [name for name in self.story.cluster.hosts if name not in self.story.addresses]
+            self.story.addresses |= {name: self.story.addresses[name.partition(".")[0]] for name in new}
 
     @rule(hosts=st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3)))
     def discover(self, hosts):

@@ -149,8 +149,8 @@ class Story(FakeCluster):
         self.send(ev.HostAdded(parse_host(host, 1), "a test"))
         return self
 
-    def remove(self, name: str, *, now: bool = False, within: float | None = None) -> Story:
-        self.send(ev.HostRemoved(name, now, "a test", within))
+    def remove(self, name: str, *, now: bool = False, within: float | None = None, replaced: bool = False) -> Story:
+        self.send(ev.HostRemoved(name, now, "a test", within, replaced))
         return self
 
     def stop_job(self, name: str = "job") -> Story:

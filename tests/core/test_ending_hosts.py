@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.requests import SAVE_TIME
+from nbelastic.core.requests import LEAVE_TIME, SAVE_TIME
 from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import HostSpec
 from tests.core.away import Away
 from tests.core.story import Story, wid, with_stage
 
@@ -154,3 +156,79 @@ def test_a_host_that_could_not_leave_does_not_stop_the_others():
     story.remove("a", within=30.0).remove("b", within=300.0)
     story.wait(25.0)
     assert story.job.outcome == ""
+
+
+def healthy(*hosts: str) -> Story:
+    """Hosts that have been up for a while."""
+    return Story(*hosts, min=1).run().commit(3).quiet(100.0)
+
+
+def test_another_host_takes_the_place_of_one_that_ends():
+    """As batch jobs do: the next one is started at once, as it may have to wait in a queue. Nothing is lost."""
+    story = healthy("a:1", "b:2")
+    story.remove("b", within=300.0, replaced=True)
+    assert cmd.StartAgent(HostSpec("b.2", 2, "")) in story.said
+    assert story.records("host-added")[-1] == "b.2 with 2 slots in place of b"
+    story.quiet(1.0).commit(3).quiet(2.0).commit(3).quiet(1.0)
+    assert sorted(map(str, story.cluster.members)) == ["a/0#1", "b.2/0#1", "b.2/1#1"]
+    assert "b" not in story.cluster.hosts
+    assert failures(story) == []
+    story.quiet(100.0).remove("b.2", within=300.0, replaced=True).quiet(2.0)
+    assert "b.3 with 2 slots in place of b.2" in story.records("host-added")
+
+
+@pytest.mark.parametrize("hosts", [("a:1",), ("a:1", "b:1")])
+def test_a_host_trains_on_until_its_successor_is_up(hosts):
+    """It leaves some time before its end at the latest. If it is the only one, it stays for the state even then."""
+    story = healthy(*hosts)
+    story.remove("a", within=100.0, replaced=True).wait(100.0 - LEAVE_TIME - 1.0)  # the next one waits in the queue
+    assert wid("a/0#1") in story.cluster.members
+    assert not story.cluster.leaving
+    story.wait(2.0)
+    assert story.cluster.leaving == {wid("a/0#1")}
+    story.quiet(5.0).commit(3).quiet(5.0).commit(3).quiet(2.0)
+    assert sorted(w.host for w in story.cluster.members) == sorted(["a.2", *(h[0] for h in hosts[1:])])
+    assert failures(story) == []
+
+
+def test_a_host_whose_job_ends_too_early_has_its_successor():
+    """It is not tried again after the end of its agent, which does not count as a failure: the successor is on its way."""
+    story = healthy("a:1", "b:1")
+    story.remove("b", within=300.0, replaced=True)
+    story.send(ev.AgentLost("b", "its job was cancelled"))
+    assert list(story.cluster.hosts) == ["a", "b.2"]
+    story.quiet(5.0).commit(3).quiet(2.0)
+    assert sorted(w.host for w in story.cluster.members) == ["a", "b.2"]
+
+
+def test_without_its_successor_a_host_drains():
+    """A client removes the successor: nothing is waited for."""
+    story = healthy("a:1", "b:1").remove("b", within=300.0, replaced=True).remove("b.2").quiet(1.0).commit(3).quiet(1.0)
+    assert list(story.cluster.hosts) == ["a"]
+    assert failures(story) == []
+
+
+def test_hosts_that_end_soon_after_their_start_are_replaced_more_and_more_seldom():
+    """A time limit that is shorter than the notice floods no queue: each next job has a longer back-off."""
+    story = healthy("a:1", "b:1")
+    waits = []
+    for name in ("b", "b.2", "b.3", "b.4"):
+        story.remove(name, within=30.0, replaced=True).quiet(1.0).commit(3)
+        text = story.records("host-added")[-1]
+        waits.append(float(text.partition(", in ")[2].removesuffix(" s") or 0))
+        story.quiet(waits[-1] + 2.0)
+    assert waits == [0.0, 5.0, 10.0, 20.0]
+
+
+def test_an_announcement_that_is_repeated_adds_one_host():
+    """Nor is a host replaced that a client has removed, nor while the cluster stops."""
+    story = healthy("a:1", "b:1")
+    for within in (300.0, 200.0, 20.0):
+        story.remove("b", within=within, replaced=True)
+    assert story.cluster.ending["b"].at == story.now + 20.0
+    story.remove("a")
+    story.remove("a", within=30.0, replaced=True)
+    assert [name for name in story.cluster.hosts if "." in name] == ["b.2"]
+    story.send(ev.StopRequested("a test"))
+    story.remove("b.2", within=30.0, replaced=True)
+    assert "b.3" not in story.cluster.hosts

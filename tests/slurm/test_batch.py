@@ -244,6 +244,10 @@ def test_a_kill_during_the_submission(slurm, tmp_path, fake_program):
             {"queue": "gpu", "timelimit": "10", "options": "--gres=gpu:1"},
             ["Partition=gpu", "TimeLimit=00:10:00", "gpu:1"],
         ),
+        (
+            {"partition": "gpu", "time": "10", "gres": "gpu:1", "cpus_per_task": "4", "options": "--job-name=mine"},
+            ["Partition=gpu", "TimeLimit=00:10:00", "gpu:1", "NumCPUs=4", "JobName=mine"],
+        ),
         ({"options": "--cpus-per-task=3 --job-name=mine"}, ["NumCPUs=3", "JobName=mine"]),
     ],
     ids=str,

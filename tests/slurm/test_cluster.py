@@ -44,12 +44,12 @@ def test_a_cancelled_job_is_a_lost_host(slurm, training):
     training.finish()
 
 
-def test_a_job_that_is_announced_to_end_leaves_before(slurm, training):
-    """Slurm sends SIGTERM to the agent alone, as it does before a time limit: nothing is lost, and the job ends."""
+def test_another_job_takes_the_place_of_one_that_is_announced_to_end(slurm, training):
+    """Slurm sends SIGUSR1 to the agent alone, as it does before a time limit: nothing is lost, and a new job joins."""
     training.wait_for_world(3)
-    slurm("scancel", "--batch", "--signal=TERM", jobs(slurm)["nbelastic-two"])
-    training.wait_for_world(2)
-    until(lambda: set(jobs(slurm)) == {"nbelastic-one"})
+    slurm("scancel", "--batch", "--signal=USR1", jobs(slurm)["nbelastic-two"])
+    until(lambda: set(jobs(slurm)) == {"nbelastic-one", "nbelastic-two.2"})
+    until(lambda: {worker.host for worker in training.wait_for_world(3)} == {"one", "two.2"})
     training.finish()
     assert not {"world-broken", "host-lost"} & {event.kind for event in training.cluster.events}
 

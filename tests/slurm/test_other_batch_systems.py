@@ -37,7 +37,8 @@ def test_invalid_launchers(name):
 @pytest.mark.parametrize(
     ("launcher", "options", "why"),
     [
-        ("slurm", {"partition": "gpu"}, r"slurm has no option 'partition': choose among account, .*queue, "),
+        ("slurm", {"gress": "gpu"}, r"slurm has no option 'gress': choose among account, .*gres, .*queue, "),
+        ("pbs", {"gres": "gpu"}, r"pbs has no option 'gres'"),
         ("pbs", {"timelimit": "10"}, r"pbs has no option 'timelimit'"),
         ("slurm", {"output_file": "/x"}, r"no option 'output_file'"),
         ("slurm", {"job_id_regexp_group": "one"}, r"slurm: .*one"),
