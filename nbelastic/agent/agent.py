@@ -28,6 +28,7 @@ import msgspec
 import psutil
 
 from nbelastic.agent import cloud_notices
+from nbelastic.agent.code_store import CodeStore
 from nbelastic.agent.config import Config
 from nbelastic.agent.fork import fork
 from nbelastic.agent.gpu_health import HELD
@@ -37,12 +38,12 @@ from nbelastic.agent.nodes import Nodes
 from nbelastic.agent.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.agent.prober import Prober, endpoint
 from nbelastic.agent.protocol import KILL_AFTER, Action, End, Fork, Protocol, Send, SendHello, Signal
-from nbelastic.protocol import agent_messages, messages
+from nbelastic.protocol import agent_messages, code_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import Gpu, WorkerId
 from nbelastic.system import running_agents, versions
 from nbelastic.system.addresses import address_of, is_loopback
-from nbelastic.system.folder_paths import kept_state_folder, process_folder, user_folder
+from nbelastic.system.folder_paths import code_folder, kept_state_folder, process_folder, user_folder
 from nbelastic.system.ports import reserved_port
 from nbelastic.system.processes import kill_group, state_of
 from nbelastic.system.running_agents import Notice
@@ -77,7 +78,8 @@ class Agent:
         self._workers: dict[WorkerId, _WorkerProcess] = {}
         self._gpus = Gpus()
         self._reported_gpus: tuple[Gpu, ...] = ()
-        self._waiting: dict[WorkerId, tuple[agent_messages.Spawn, float]] = {}  # for GPU memory, and until when
+        # For the user's modules, or for GPU memory until then
+        self._waiting: dict[WorkerId, tuple[agent_messages.Spawn, float]] = {}
         self._done = False
         # Not handled yet, and when they came; None: SIGTERM
         self._notices: deque[tuple[float, Notice | None]] = deque()
@@ -137,6 +139,7 @@ class Agent:
         self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"agent-{config.number}-", dir=run_folder))  # of this agent alone
         at_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._code = CodeStore(config.host, code_folder(self._folder))
         running_agents.register(self._folder, config.host)
 
     def _running_prober(self) -> Prober:
@@ -272,6 +275,9 @@ class Agent:
                     shutil.rmtree(kept_state_folder(self._folder, by), ignore_errors=True)
                 case agent_messages.StopNode(number=number, kill=kill):
                     self._nodes.stop(number, kill=kill)
+                case code_messages.StoreCode() | code_messages.CodePiece() as message:
+                    for answer in self._code.handle(message):
+                        self._link.send(answer)
                 case message:
                     match message:  # a new driver does not know of workers that wait, and starts others
                         case agent_messages.StopWorker(worker=w):
@@ -288,7 +294,7 @@ class Agent:
                     self._link.send(message)
                 case SendHello():
                     self._link.reset_session(self._hello)
-                case Fork(order=order) if order.gpu in self._gpus.held:
+                case Fork(order=order) if order.gpu in self._gpus.held or self._code.is_fetching:
                     self._waiting[order.worker] = order, time.monotonic() + HELD
                 case Fork(order=order):
                     self._spawn(order)
@@ -301,7 +307,7 @@ class Agent:
         """Fork workers whose GPU is free by now. If it is not in time, they may find too little memory there."""
         self._gpus.sample()
         for w, (order, until) in list(self._waiting.items()):
-            if order.gpu not in self._gpus.held or now >= until:
+            if not self._code.is_fetching and (order.gpu not in self._gpus.held or now >= until):
                 del self._waiting[w]
                 self._spawn(order)
 

@@ -1,13 +1,15 @@
-"""Checks a cell before it is sent to the workers."""
+"""Checks a cell before it is sent to the workers, and makes the request that sends it."""
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 
 from nbelastic.errors import UsageError
+from nbelastic.protocol import requests
 from nbelastic.system.argument_types import SECONDS, WHOLE, check_kind
 
 MAX_CHARACTERS = 1_000_000
@@ -36,6 +38,20 @@ def check_cell(source: str, *, awaits: bool) -> None:
             if error.text is None and error.lineno is not None and error.lineno <= len(lines):
                 error.text = lines[error.lineno - 1]
             raise error.with_traceback(None) from None
+
+
+def cell_request(
+    source: str, *, setup: bool, key: str | None, at_commit: bool, ranks: Sequence[int], limit: float
+) -> requests.AnyRequest:
+    """The request of `Cluster.execute`. UsageError for wrong arguments, SyntaxError as from `check_cell`."""
+    if at_commit and (setup or key is not None):
+        raise UsageError("a setup cell runs between jobs, not at a commit: leave out setup and key.")
+    check_cell(source, awaits=not at_commit)
+    if at_commit:
+        return requests.ExecuteAtCommit(source, check_ranks(ranks), check_limit(limit))
+    if setup:
+        return requests.ExecuteSetup(key or f"cell-{hashlib.sha256(source.encode()).hexdigest()[:8]}", source)
+    return requests.Execute(source)
 
 
 def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
 
 from nbelastic.client.attaching import attach_cluster
-from nbelastic.client.cell_syntax import check_cell, check_limit, check_ranks
+from nbelastic.client.cell_syntax import cell_request, check_cell
 from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster_view import ClusterView
 from nbelastic.client.configuration import configure
@@ -18,6 +17,7 @@ from nbelastic.client.debugging import debug
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.engine_client import EngineClient
 from nbelastic.client.find_driver import retry_while_another_starts
+from nbelastic.client.imported_names import names_in_text
 from nbelastic.client.job import Job
 from nbelastic.client.job_copy import JobCopy
 from nbelastic.client.kernel_end import close_at_kernel_end, do_not_close_at_kernel_end
@@ -53,6 +53,9 @@ class Cluster(ClusterView):
     hosts find one that reaches all. A worker that others wait for longer than `stall` is replaced. On a stop, a program has
     `stop_timeout` seconds to write a last checkpoint. `timeouts` sets other waits by the names of the table in
     docs/reference.md: `{"recover": 30}`.
+
+    `code_sync`: before a job or a cell, hosts get the modules that this process imports from its working folder and from
+    `code_folders`, if they do not have them. Changed modules are imported again.
 
     With `keep` the cluster outlives this process; `Cluster.attach` connects to it from another one. After `lease` seconds
     without a client it ends, with a last checkpoint if the job has checkpoints. `metrics_port`: serve OpenMetrics on this
@@ -90,6 +93,8 @@ class Cluster(ClusterView):
         keep: bool = False,
         lease: float = 3600.0,
         metrics_port: int | None = None,
+        code_sync: bool = True,
+        code_folders: Sequence[str] = (),
     ) -> None:
         configuration = configure({name: value for name, value in locals().items() if name != "self"})
         self.name = configuration.settings.name
@@ -290,17 +295,11 @@ class Cluster(ClusterView):
         An error in it ends nothing; after `limit` seconds it is interrupted. Returns a list of `CommitOutput`. UsageError if no
         job trains. SyntaxError, before anything is sent, if the cell cannot be compiled.
         """
-        if at_commit and (setup or key is not None):
-            raise UsageError("a setup cell runs between jobs, not at a commit: leave out setup and key.")
-        check_cell(source, awaits=not at_commit)
-        if at_commit:
-            run: requests.AnyRequest = requests.ExecuteAtCommit(source, check_ranks(ranks), check_limit(limit))
-        elif setup:
-            run = requests.ExecuteSetup(key or f"cell-{hashlib.sha256(source.encode()).hexdigest()[:8]}", source)
-        else:
-            run = requests.Execute(source)
+        request = cell_request(source, setup=setup, key=key, at_commit=at_commit, ranks=ranks, limit=limit)
+        if not at_commit:
+            self._link.send_code(names_in_text(source))
         outputs: list[CellOutput] | list[CommitOutput] = self._link.ask(
-            run, timeout, "the cell to end", cancel=not setup, on_pieces=on_output
+            request, timeout, "the cell to end", cancel=not setup, on_pieces=on_output
         )
         return outputs
 

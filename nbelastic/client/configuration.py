@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from nbelastic.system.gpu_count import visible_gpus
 
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: 1 lets several ranks use one GPU
 _numbers = itertools.count(1)  # for names of clusters that the user has not named
-_ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep")
+_ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep", "code_sync")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,16 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         launcher_options=options,
         lease=lease,
         metrics_port=given["metrics_port"],
+        code_sync=bool(given["code_sync"]),
+        code_folders=_folders(given["code_folders"]),
     )
+
+
+def _folders(given: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    found = tuple(os.path.abspath(Path(folder).expanduser()) for folder in given)
+    for folder in found:
+        check(os.path.isdir(folder), f"code_folders: there is no folder {folder}.")
+    return found
 
 
 def _seconds(number: float | None) -> float | None:

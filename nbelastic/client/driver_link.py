@@ -6,13 +6,14 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from msgspec.structs import replace
 
+from nbelastic.client.code_sync import CodeSync
 from nbelastic.client.configuration import Configuration
 from nbelastic.client.connection import Connection
 from nbelastic.client.discovery_poller import DiscoveryPoller
@@ -51,6 +52,8 @@ class DriverLink:
         self.process: subprocess.Popen[bytes] | None = None  # the driver's, if it is a child of this process
         self.poller: DiscoveryPoller | None = None
         self._on_change, self._on_release = on_change, on_release
+        settings, folders = configuration.settings, [os.getcwd(), *configuration.settings.code_folders]
+        self._code = CodeSync(self.ask, self.run_folder.path, folders) if settings.code_sync else None
         self._replacement = DriverReplacement(
             self.run_folder.path, self._start_driver, lambda: self.configuration, self._is_current
         )
@@ -142,6 +145,10 @@ class DriverLink:
                 future.cancel()
         remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
         return self.ask(request, remaining, what, cancel=cancel, on_pieces=on_pieces)
+
+    def send_code(self, imports: Iterable[str] = ()) -> str:
+        """Have the hosts get the user's modules: those imported here, and these. Returns their version; empty if there is none."""
+        return self._code.send(imports) if self._code is not None else ""
 
     # ---- start and attach ----
 

@@ -23,6 +23,7 @@ def push(link: DriverLink, values: Mapping[str, Any]) -> None:
     _check_names(values)
     requests.refuse_push(link.running().present_job)  # before the pickling, which may be slow; the driver checks again
     packed = pickle_values(values)
+    link.send_code()  # for the classes of the values
     path = link.run_folder.path / f"{secrets.token_hex(8)}.pushed"
     try:
         replace_private(path, packed)

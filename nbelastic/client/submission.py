@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nbelastic.client.checkpoints import CheckpointPlan
 from nbelastic.client.driver_link import DriverLink
+from nbelastic.client.imported_names import names_in_function, names_in_text
 from nbelastic.client.job_copy import JobCopy
 from nbelastic.client.waiting import ANSWER_TIMEOUT
 from nbelastic.errors import ClusterStoppedError, JobError, UsageError
@@ -19,7 +20,8 @@ from nbelastic.system.private_files import replace_private
 def submit_cell(link: DriverLink, source: str, checkpoints: CheckpointPlan) -> JobCopy:
     """Submit a cell that each worker runs as its program. UsageError, and no job, if a job runs already."""
     _refuse_second_job(link)
-    return submit(link, requests.Submit(worker_messages.Program("", "", checkpoints, source, None)))
+    code = link.send_code(names_in_text(source))
+    return submit(link, requests.Submit(worker_messages.Program("", "", checkpoints, source, None, code=code)))
 
 
 def submit_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkpoints: CheckpointPlan) -> JobCopy:
@@ -30,7 +32,8 @@ def submit_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkp
     _refuse_second_job(link)  # before the pickling, which may be slow; the driver checks again
     call = _save_call(link, pickle())
     try:
-        return submit(link, requests.Submit(worker_messages.Program("", "", checkpoints, "", call)))
+        code = link.send_code(names_in_function(pickle))
+        return submit(link, requests.Submit(worker_messages.Program("", "", checkpoints, "", call, code=code)))
     except BaseException:
         _remove_call(call)
         raise
@@ -39,13 +42,15 @@ def submit_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkp
 def swap_cell(link: DriverLink, source: str, checkpoints: CheckpointPlan) -> JobCopy:
     """Replace the present job's program by a cell, and wait for its first commit. Errors are those of `_swap`."""
     _refuse_checkpoints(checkpoints)
-    return _swap(link, worker_messages.Program("", "", None, source, None))
+    code = link.send_code(names_in_text(source))
+    return _swap(link, worker_messages.Program("", "", None, source, None, code=code))
 
 
 def swap_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkpoints: CheckpointPlan) -> JobCopy:
     """The same by the call that `pickle()` returns."""
     _refuse_checkpoints(checkpoints)
-    return _swap(link, worker_messages.Program("", "", None, "", _save_call(link, pickle())))
+    code = link.send_code(names_in_function(pickle))
+    return _swap(link, worker_messages.Program("", "", None, "", _save_call(link, pickle()), code=code))
 
 
 def _refuse_checkpoints(checkpoints: CheckpointPlan) -> None:

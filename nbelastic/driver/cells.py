@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, WorkerState
 from nbelastic.driver.agents import Agents
+from nbelastic.driver.code_versions import CodeVersions
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.workers import Workers
 from nbelastic.errors import UsageError
@@ -63,9 +64,17 @@ class Cells:
     """Lives in the driver's thread; `post` puts events into its inbox."""
 
     def __init__(
-        self, workers: Workers, agents: Agents, pending: Pending, post: Callable[[ev.Event], None], values: Path
+        self,
+        workers: Workers,
+        agents: Agents,
+        pending: Pending,
+        code_versions: CodeVersions,
+        *,
+        post: Callable[[ev.Event], None],
+        values: Path,
     ) -> None:
         """`values`: the folder for pushed values."""
+        self._code_versions = code_versions
         self._workers, self._agents, self._pending, self._post = workers, agents, pending, post
         self._values = values
         self._new_values: set[str] = set()  # names of files there whose setup cell is not known yet
@@ -322,7 +331,7 @@ class Cells:
     ) -> None:
         """Run a cell on one worker. `on_result` is called in this thread, unless the worker is lost before."""
         self._callbacks[w, number] = on_result
-        self._workers.send((w,), cell_messages.Cell(number, source, pushed))
+        self._workers.send((w,), cell_messages.Cell(number, source, pushed, code=self._code_versions.newest))
 
 
 def _in_order(workers: Iterable[WorkerId], answers: Mapping[WorkerId, CellOutput]) -> list[CellOutput]:

@@ -12,6 +12,7 @@ from nbelastic.driver.agents import Agents
 from nbelastic.driver.background_tasks import BackgroundTasks
 from nbelastic.driver.cells import Cells
 from nbelastic.driver.clock import Clock
+from nbelastic.driver.code_versions import CodeVersions
 from nbelastic.driver.command_executor import CommandExecutor
 from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.dependencies import Dependencies, MessageServer
@@ -34,6 +35,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
+from nbelastic.system.folder_paths import code_folder
 from nbelastic.transport.keys import Keys
 
 
@@ -81,6 +83,7 @@ class Components:
             agents=self.agents,
             workers=self.workers,
             cells=self.cells,
+            code_versions=self.code_versions,
             jobs=self.jobs,
             state_pulls=self.state_pulls,
             debuggers=self.debuggers,
@@ -109,8 +112,24 @@ class Components:
         )
         self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
         self.debuggers = Debuggers(self.workers, shared.pending)
-        values = shared.settings.run_folder / "pushed"
-        self.cells = Cells(self.workers, self.agents, shared.pending, shared.post, values)
+        folder, saved = shared.settings.run_folder, shared.snapshot_writer
+        self.code_versions = CodeVersions(
+            code_folder(folder),
+            self.agents,
+            shared.pending,
+            saved,
+            self._job_code,
+            save=shared.save,
+            record=shared.record,
+        )
+        self.cells = Cells(
+            self.workers,
+            self.agents,
+            shared.pending,
+            self.code_versions,
+            post=shared.post,
+            values=folder / "pushed",
+        )
         self.liveness = Liveness(
             shared.settings,
             self.agents,
@@ -122,6 +141,11 @@ class Components:
             record=shared.record,
         )
         self.discoveries = Discoveries(shared.post, shared.record, shared.tasks.start)
+
+    def _job_code(self) -> str:
+        """The code version of the newest job."""
+        run = next(reversed(self.jobs.runs.values()), None)
+        return run.program.code if run is not None and run.program is not None else ""
 
     def _build_jobs(self, shared: Shared, submitted: int) -> None:
         self.scripts = Scripts(
@@ -187,6 +211,7 @@ class Components:
             agents=self.agents,
             workers=self.workers,
             cells=self.cells,
+            code_versions=self.code_versions,
             jobs=self.jobs,
             state_pulls=self.state_pulls,
             debuggers=self.debuggers,

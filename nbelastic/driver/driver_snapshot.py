@@ -86,6 +86,7 @@ class DriverSnapshot(msgspec.Struct, frozen=True):
     hosts: tuple[str, ...] = ()
     slots: int = 0
     running: str = ""
+    code: tuple[str, ...] = ()  # versions of the user's modules, the newest last
 
     @staticmethod
     def read(folder: Path) -> DriverSnapshot:

@@ -9,6 +9,7 @@ from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.cells import Cells
 from nbelastic.driver.clock import Clock
+from nbelastic.driver.code_versions import CodeVersions
 from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.dependencies import MessageServer
 from nbelastic.driver.event_log import EventLog
@@ -20,7 +21,7 @@ from nbelastic.driver.state_pulls import StatePulls
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.driver.telemetry import Telemetry, numbers
 from nbelastic.driver.workers import Workers
-from nbelastic.protocol import agent_messages, cell_messages, messages, worker_messages
+from nbelastic.protocol import agent_messages, cell_messages, code_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.ids import WorkerId
@@ -43,6 +44,7 @@ class ReceivedMessages:
         agents: Agents,
         workers: Workers,
         cells: Cells,
+        code_versions: CodeVersions,
         jobs: Jobs,
         state_pulls: StatePulls,
         debuggers: Debuggers,
@@ -59,7 +61,7 @@ class ReceivedMessages:
     ) -> None:
         self._cluster, self._clock, self._server = cluster, clock, server
         self._agents, self._workers, self._cells, self._jobs, self._scripts = agents, workers, cells, jobs, scripts
-        self._state_pulls, self._debuggers = state_pulls, debuggers
+        self._state_pulls, self._debuggers, self._code_versions = state_pulls, debuggers, code_versions
         self._telemetry, self._snapshot_writer, self._event_log = telemetry, snapshot_writer, event_log
         self._stall_detector = stall_detector
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
@@ -81,10 +83,7 @@ class ReceivedMessages:
 
     def handle(self, peer: str, message: messages.Message | ev.Event) -> None:
         """Handle a message of this peer. TypeError for an unknown kind of message."""
-        if peer.startswith("agent/") and peer != self._agents.peer_of(peer[6:].rpartition("~")[0]):
-            # An agent that was declared lost has connected again: its host has another one, or none.
-            self._server.send(peer, agent_messages.StopAgent())
-            self._server.forget(peer)
+        if peer.startswith("agent/") and not self._is_present_agent(peer, message):
             return
         if peer.startswith("node/"):
             if self.takeover is not None:
@@ -129,6 +128,8 @@ class ReceivedMessages:
                 self._publish()
             case cell_messages.CellResult() | cell_messages.CellPiece() | cell_messages.StatePulled():
                 self._handle_cell_message(message)
+            case code_messages.FetchCode() | code_messages.CodeStored():
+                self._code_versions.receive(message)
             case worker_messages.StackShown(worker=w):
                 if w in self._cluster().workers:
                     self._telemetry.stacks[w] = message
@@ -137,6 +138,16 @@ class ReceivedMessages:
                 self._handle_event(message)
             case _:
                 raise TypeError(f"{peer} has sent {type(message).__name__}, which the driver does not know")
+
+    def _is_present_agent(self, peer: str, message: messages.Message | ev.Event) -> bool:
+        """Whether its host has no other agent. One that has just connected gets the user's modules first."""
+        if peer != self._agents.peer_of(peer[6:].rpartition("~")[0]):  # an agent that was declared lost connects again
+            self._server.send(peer, agent_messages.StopAgent())
+            self._server.forget(peer)
+            return False
+        if isinstance(message, agent_messages.AgentHello):
+            self._code_versions.send_all_to(message.host)
+        return True
 
     def _handle_cell_message(
         self, message: cell_messages.CellResult | cell_messages.CellPiece | cell_messages.StatePulled

@@ -14,6 +14,7 @@ from nbelastic.core.state import ClusterState, HostPhase, WorkerState
 from nbelastic.driver import change_requests
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.cells import Cells
+from nbelastic.driver.code_versions import CodeVersions
 from nbelastic.driver.connection_files import ConnectionFiles
 from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.discoveries import Discoveries
@@ -63,6 +64,7 @@ class RequestAnswers:
         agents: Agents,
         workers: Workers,
         cells: Cells,
+        code_versions: CodeVersions,
         jobs: Jobs,
         state_pulls: StatePulls,
         debuggers: Debuggers,
@@ -80,7 +82,7 @@ class RequestAnswers:
         self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
         self._state_pulls = state_pulls
-        self._debuggers = debuggers
+        self._debuggers, self._code_versions = debuggers, code_versions
 
     def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
         """Resolve `future`, now or later, after calls of `on_piece`. Raises the error of an invalid request."""
@@ -91,6 +93,8 @@ class RequestAnswers:
                 self._pending.resolve(future, lambda cluster: self._status_at_size(cluster, size))
             case r.Submit() | r.SubmitScript():
                 self._submit(request, future)
+            case r.SendCode(version=version):
+                self._code_versions.send(version, future)
             case r.StopJob(job=job, by=by):
                 present = self._jobs.present
                 if present and job in ("", present):

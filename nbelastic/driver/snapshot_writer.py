@@ -45,6 +45,7 @@ class SnapshotWriter:
         self.previous = previous
         self.submitted = previous.submitted if previous is not None else 0
         self.job = previous.job if previous is not None else None
+        self.code = previous.code if previous is not None else ()
         self._run_folder, self.arguments = run_folder, dict(arguments)
         self._last: DriverSnapshot | None = None
         self._summary: tuple[ClusterState, SavedCluster] | None = None  # the newest, and what it was made from
@@ -139,6 +140,7 @@ class SnapshotWriter:
             hosts=tuple(host.spec.name for host in cluster.hosts),
             slots=sum(host.spec.slots for host in cluster.hosts),
             running="" if job is None or is_over else job.name,
+            code=self.code,
         )
 
     def save_telemetry(self, telemetry: Telemetry, now: float) -> None:

@@ -45,6 +45,16 @@ START_OPTIONS = (
     ),
     argument("--log-dir", metavar="FOLDER", help="folder for logs and the event log"),
     argument("--name", metavar="NAME", help="name of the cluster"),
+    several(
+        "--code-folders", metavar="FOLDERS", help="send modules to the hosts from here, beside the notebook's folder"
+    ),
+    argument(
+        "--no-code-sync",
+        dest="code_sync",
+        action="store_false",
+        default=None,
+        help="do not send the notebook's modules to the hosts, nor import changed ones again",
+    ),
     several("--preload", metavar="MODULES", help="modules to import before workers fork"),
     argument(
         "--keep",
@@ -63,8 +73,9 @@ START_OPTIONS = (
 
 def cluster_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Convert options to arguments of `Cluster`: lists to tuples, NAME=VALUE to mappings."""
-    if "preload" in options:
-        options["preload"] = tuple(options["preload"])
+    for name in ("preload", "code_folders"):
+        if name in options:
+            options[name] = tuple(options[name])
     if "nics" in options:
         options["nics"] = ",".join(options["nics"])
     if "cooldown" in options:

@@ -24,9 +24,11 @@ from nbelastic.programs.debugger import Breakpoints
 from nbelastic.programs.elastic import frameworks
 from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
 from nbelastic.programs.undefined_names import borrowed_names, refuse_undefined_names
+from nbelastic.programs.user_code import UserCode
 from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
+from nbelastic.system.folder_paths import code_folder
 from nbelastic.system.private_files import replace_private
 from nbelastic.worker.environment import log_to
 from nbelastic.worker.output_buffer import OutputStream, printable
@@ -65,6 +67,8 @@ class Runner:
         self._names_before: frozenset[str] = frozenset()  # of cells, before that job
         self._interrupts = CellInterrupts()
         self._breakpoints = Breakpoints(session)
+        template = sys.modules.get("nbelastic.programs.template")
+        self._code = UserCode(code_folder(session.relay), getattr(template, "IMPORTED", {}))
 
     def take(self, message: messages.Message) -> None:
         """In any thread: queue a message of the driver for the task that runs programs, or act on it at once."""
@@ -107,9 +111,14 @@ class Runner:
 
     async def _run_cell(self, cell: cell_messages.Cell) -> None:
         session = self._session
-        why = "" if cell.pushed is None else self._take_pushed(cell.number, cell.pushed)
+        try:
+            self._code.use(cell.code, get_ipython().user_ns)
+        except BaseException as error:  # noqa: BLE001  (the user's modules run here)
+            why, lines = summary(error), describe(error)
+        else:
+            why = lines = "" if cell.pushed is None else self._take_pushed(cell.number, cell.pushed)
         if why:
-            session.cell_ended(cell_messages.CellResult(session.worker, cell.number, "", "", why, why))
+            session.cell_ended(cell_messages.CellResult(session.worker, cell.number, "", "", why, lines))
         else:
             session.cell_ended(await cells.run(session.worker, cell, session.cell_pieces.put, self._interrupts))
 
@@ -128,7 +137,7 @@ class Runner:
         call = None if order.call is None else self._fetch(order.job, order.call, order.number)
         self._names_before = frozenset(get_ipython().user_ns)
         with self._breakpoints.enabled():
-            return _run(self._session, order, call)
+            return _run(self._session, order, call, self._code)
 
     def run_inside(self, order: worker_messages.Program) -> Any:
         """Run a new program inside the present one, and return its value. Raises what it raises."""
@@ -138,7 +147,9 @@ class Runner:
         with contextlib.suppress(SyntaxError):  # the program raises it
             code = compile(shell.transform_cell(order.source), "", "exec")
             self._session.programs.borrowed = borrowed_names(code, shell.user_ns.keys() - self._names_before)
-        return _start(order, call)
+        with self._code.unless_it_fails():
+            self._code.use(order.code, shell.user_ns)
+            return _start(order, call)
 
     def _fetch(self, job: str, call: messages.Blob, number: int = 0) -> pickling.Bytes:
         """The pickled call: from the message, a file, or the driver. OSError if it does not come; JobStoppedError."""
@@ -198,10 +209,11 @@ def _write_value(path: Path, value: list[memoryview]) -> str:
     return ""
 
 
-def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes | None) -> Outcome:
+def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes | None, user_code: UserCode) -> Outcome:
     with _redirected_output(session):
         try:
             session.begin(order.job, order.number)
+            user_code.use(order.code, get_ipython().user_ns)
             frameworks().begin(order.workers)
             _prepare_checkpoints(session, order.checkpoints)
             value = _until_replaced(session, partial(_start, order, call))

@@ -102,5 +102,8 @@ for name in (*PRELOAD, *OF_USER):
     if name in OF_USER and (harm := _harm()):
         _start_again_without(name, harm)
 
+# A worker imports the user's modules again that have changed since.
+IMPORTED = sys.modules["nbelastic.programs.user_code"].own_modules() if OF_USER else {}
+
 gc.enable()
 gc.freeze()

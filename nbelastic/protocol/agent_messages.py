@@ -4,6 +4,7 @@
 # (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
+from nbelastic.protocol import code_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import Gpu, Interface, WorkerId
 from nbelastic.protocol.messages import Message, NewDriver, Rehome
@@ -146,6 +147,8 @@ FromAgent = (
     | AgentSample
     | AgentEnding
     | AgentGoodbye
+    | code_messages.FetchCode
+    | code_messages.CodeStored
     | ev.Probed
     | ev.GpusReported
     | ev.WorkerStarted
@@ -155,5 +158,16 @@ FromAgent = (
 
 
 ToAgent = (
-    NewDriver | StartNode | StopNode | Spawn | StopWorker | StopAgent | CancelEnd | Probe | Rehome | DeleteKeptState
+    NewDriver
+    | StartNode
+    | StopNode
+    | Spawn
+    | StopWorker
+    | StopAgent
+    | CancelEnd
+    | Probe
+    | Rehome
+    | DeleteKeptState
+    | code_messages.StoreCode
+    | code_messages.CodePiece
 )

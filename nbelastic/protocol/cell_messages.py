@@ -58,12 +58,16 @@ class Pull(Struct, frozen=True):
 
 
 class Cell(Message):
-    """Driver → worker: run this cell between programs; or take the `pushed` values, or `pull` the state of the last job."""
+    """Driver → worker: run this cell between programs; or take the `pushed` values, or `pull` the state of the last job.
+
+    `code`: as of a `Program`.
+    """
 
     number: int
     source: str
     pushed: Pushed | None = None
     pull: Pull | None = None
+    code: str = ""
 
 
 class CommitCell(Message):

@@ -46,6 +46,18 @@ class Submit(Request):
     program: worker_messages.Program
 
 
+class SendCode(Request):
+    """Have each host get this version of the user's modules, which is in the run folder. Answer when all have it that are up."""
+
+    version: str
+
+
+class CodeSent(Struct, frozen=True):
+    """The hosts to which a version was sent. The others have the same files in the notebook's folders."""
+
+    hosts: tuple[str, ...]
+
+
 class Swap(ChangeRequest):
     """Replace the present job's program by this one at the next commit. Answer with a `SwapOutcome`."""
 
@@ -279,6 +291,7 @@ AnyRequest = (
     WaitForStart
     | WaitForWorld
     | Submit
+    | SendCode
     | Swap
     | Debug
     | SubmitScript
@@ -314,7 +327,7 @@ def ignore_piece(_: Piece) -> None:
 
 # A client sends these again to the next driver if one dies before it answers: twice has the effect of once.
 REPEATABLE = (
-    *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController, PullState),
+    *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController, PullState, SendCode),
     *(AddHost, Scale, StopJob, SetDiscovery, Pause, Resume),
 )
 
@@ -325,6 +338,7 @@ ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is te
     Push: list[CellOutput],
     PullState: messages.Blob,
     ExecuteAtCommit: list[CommitOutput],
+    SendCode: CodeSent,
     Swap: SwapOutcome,
     Debug: DebuggerPrompt,
     ShowStacks: list[WorkerStack],

@@ -24,7 +24,7 @@ NEEDED = {
     **dict.fromkeys(("silence", "stop_timeout", "lease"), SECONDS),
     **dict.fromkeys(("backend", "launcher"), TEXT),
     "cooldown": RANGE,
-    "preload": NAMES,
+    **dict.fromkeys(("preload", "code_folders"), NAMES),
 }
 OPTIONAL = {
     **dict.fromkeys(("max", "slots", "reset_limit", "metrics_port"), WHOLE),
@@ -72,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True):
     log_dir: Path = Path()  # set when the cluster starts
     number: str = ""  # random, one per start
     metrics_port: int | None = None  # of 127.0.0.1
+    code_sync: bool = True  # the hosts get the modules of the notebook's folders
+    code_folders: tuple[str, ...] = ()  # beside the working folder; absolute
 
     @property
     def silence(self) -> float:

@@ -165,6 +165,7 @@ class Program(Message):
     results: str = ""  # a folder for long results, on the driver's machine; empty: the driver fetches them
     number: int = 0
     workers: int = 0
+    code: str = ""  # the version of the user's modules that it imports; empty: the worker finds them by itself
 
 
 class NewProgram(Message):

@@ -39,6 +39,16 @@ def kept_state_folder(agent_folder: Path, worker: object) -> Path:
     return agent_folder / f"kept-{str(worker).replace('/', '-')}"
 
 
+def code_folder(agent_folder: Path) -> Path:
+    """Where an agent puts the user's modules, in its folder."""
+    return agent_folder / "code"
+
+
+def placed_code(folder: Path, version: str) -> Path:
+    """The file in which an agent says where a code version is, in its `code_folder`."""
+    return folder / f"{version}.json"
+
+
 @contextlib.contextmanager
 def process_folder() -> Iterator[Path]:
     """A private folder for this process, removed at the end. First, remove the folders that killed processes have left.

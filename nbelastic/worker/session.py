@@ -69,7 +69,7 @@ class Session:
         self.checkpoints: JobCheckpoints | None = None  # of this job
         self.ended_state: Any = None  # the training state after the end of this job's elastic function
         self._refused: str = settings.get("refused", "")  # which modules the template has refused, and why
-        self._relay = Path(settings["relay"])  # the folder of this host's agent
+        self.relay = Path(settings["relay"])  # the folder of this host's agent
         self._protocol = protocol.Protocol(self.worker, float(settings["lease"]))
         self._inbox = Inbox()
         self._groups = Groups(settings["address"], self._protocol.is_over)
@@ -203,7 +203,7 @@ class Session:
                 case worker_messages.NewProgram():
                     self._handle(news)
                 case worker_messages.LoadKeptState(by=by, commit=commit):
-                    holder.load_kept_state(kept_state_folder(self._relay, by), commit)
+                    holder.load_kept_state(kept_state_folder(self.relay, by), commit)
                     self._protocol.total, self.facts.holds_state = commit, True
 
     def join(self, formation: Formation, offer: Offer) -> None:

@@ -1,0 +1,205 @@
+"""Finds the files of the user's own modules: what the notebook imports from its working folder.
+
+A module of one file is that file. A package is all files in its folder; one without `__init__.py`, its Python files. What
+`.gitignore` lists is left out, and hidden files, installed packages, and links that lead out of the folders.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from nbelastic.client.git_ignores import GitIgnores
+from nbelastic.client.imported_names import names_in_text
+from nbelastic.protocol.code_messages import MAX_FILES, MAX_SIZE, Code, CodeFile
+
+PYTHON = (".py", ".pyi", ".so")
+INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
+NOT_OURS = {"__main__", "__mp_main__", "nbelastic", "ipykernel_launcher"}
+SETTLED = 2_000_000_000  # ns; a file that has changed since may change once more within the resolution of its time
+
+
+class Found(NamedTuple):
+    """What a search has found. `code` is None if it is too much: then `sizes` has all files. `ignored`: imported, but not sent."""
+
+    code: Code | None
+    paths: dict[str, Path]  # by digest
+    sizes: dict[Path, int]
+    ignored: tuple[Path, ...]
+
+
+class _Read(NamedTuple):
+    key: tuple[int, ...]  # of the file when it was read
+    digest: str
+    imports: set[str]
+
+
+class CodeFiles:
+    """`folders`: the working folder, and others that the user has named."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._roots = tuple(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
+        self._read: dict[Path, _Read] = {}
+
+    def find(self, names: Iterable[str] = (), *, python_only: bool = False) -> Found:
+        """Find the files of modules that are imported here, of those that `names` import, and of those that they import."""
+        search = _Search(self._roots, python_only=python_only)
+        search.add_imported(dict(sys.modules))
+        pending = set(names)
+        while True:
+            for name in pending:
+                search.add_name(name)
+            new = search.take_new()
+            if search.is_too_much:
+                return Found(None, {}, search.sizes, tuple(search.ignored))
+            if not new:
+                break
+            pending = {name for path in new if path.suffix == ".py" for name in self._content(path).imports}
+        files, folders, paths = [], sorted({folder for folder, _ in search.files}, key=search.order), {}
+        for folder, path in sorted(search.files):
+            digest = self._content(path).digest
+            files.append(
+                CodeFile(folders.index(folder), path.relative_to(folder).as_posix(), digest, search.sizes[path])
+            )
+            paths[digest] = path
+        return Found(Code(tuple(map(str, folders)), tuple(files)), paths, search.sizes, tuple(search.ignored))
+
+    def forget(self, path: Path) -> None:
+        """Read this file again the next time."""
+        self._read.pop(path, None)
+
+    def _content(self, path: Path) -> _Read:
+        """The file's hash and imports, from the last time if the file has not changed. OSError if it cannot be read."""
+        status = path.stat()
+        key = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+        known = self._read.get(path)
+        if known is None or known.key != key:
+            data = path.read_bytes()
+            imports = names_in_text(data.decode("utf-8", errors="replace")) if path.suffix == ".py" else set[str]()
+            known = _Read(key, sha256(data).hexdigest(), imports)
+            if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > SETTLED:
+                self._read[path] = known
+        return known
+
+
+class _Search:
+    def __init__(self, roots: Sequence[Path], *, python_only: bool) -> None:
+        self._roots, self._python_only = roots, python_only
+        self._ignores = {root: GitIgnores(root) for root in roots}
+        self._prefixes = tuple({Path(os.path.realpath(each)) for each in (sys.prefix, sys.base_prefix)})
+        searched = (Path(os.path.realpath(each)) for each in sys.path if isinstance(each, str))
+        self._folders = list(dict.fromkeys([*filter(self._is_ours, searched), *roots]))  # in Python's order
+        self._names: set[str] = set(NOT_OURS)  # that were looked up
+        self._new: list[Path] = []
+        self.files: set[tuple[Path, Path]] = set()  # each with the folder from which it is imported
+        self.sizes: dict[Path, int] = {}
+        self.ignored: list[Path] = []
+
+    @property
+    def is_too_much(self) -> bool:
+        return len(self.sizes) > MAX_FILES or sum(self.sizes.values()) > MAX_SIZE
+
+    def order(self, folder: Path) -> int:
+        return self._folders.index(folder)
+
+    def take_new(self) -> list[Path]:
+        """The files that were found since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def add_imported(self, modules: dict[str, ModuleType]) -> None:
+        """Add the modules of this process that come from the folders."""
+        for name, module in modules.items():
+            if "." in name or name in self._names:
+                continue
+            self._names.add(name)  # what is imported from elsewhere is not looked up here
+            for place in _places(module):
+                self._add(Path(place))
+
+    def add_name(self, name: str) -> None:
+        """Add the module of this name, if it is in one of the folders."""
+        if name in self._names or name in sys.stdlib_module_names:
+            return
+        self._names.add(name)
+        for folder in self._folders:
+            package, module = folder / name, folder / f"{name}.py"
+            if (package / "__init__.py").is_file() or any(package.glob("*.py")):
+                self._add(package)
+                return
+            if module.is_file():
+                self._add(module)
+                return
+
+    def _is_ours(self, path: Path) -> bool:
+        """Whether this is inside the folders, and in no environment or hidden folder there."""
+        for root in self._roots:
+            if path == root or root in path.parents:
+                inner = path.relative_to(root).parts
+                around = [path, *path.parents][: len(inner)]
+                hidden = any(part in INSTALLED or part.startswith(".") for part in inner)
+                return not hidden and not any(
+                    each in self._prefixes or (each / "pyvenv.cfg").exists() for each in around
+                )
+        return False
+
+    def _add(self, path: Path) -> None:
+        """Add a module's file, or a package's folder. It may be a link within the folders."""
+        folder = Path(os.path.realpath(path.parent))
+        path = folder / path.name
+        if not self._is_ours(path) or not path.exists() or not self._is_ours(Path(os.path.realpath(path))):
+            return
+        is_folder = path.is_dir()
+        if self._excludes(path, is_folder=is_folder):
+            self.ignored.append(path)
+            return
+        if folder not in self._folders:
+            self._folders.append(folder)
+        if not is_folder:
+            self._add_file(folder, path)
+            return
+        python_only = self._python_only or not (path / "__init__.py").is_file()
+        for file in self._files_in(path):
+            if not python_only or file.suffix in PYTHON:
+                self._add_file(folder, file)
+
+    def _add_file(self, folder: Path, path: Path) -> None:
+        if (folder, path) not in self.files and not self.is_too_much:
+            self.files.add((folder, path))
+            self.sizes[path] = path.stat().st_size
+            self._new.append(path)
+
+    def _files_in(self, folder: Path) -> Iterator[Path]:
+        with os.scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            path = Path(entry.path)
+            if entry.name.startswith(".") or entry.name in INSTALLED or not entry.name.isprintable():
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if not self._excludes(path, is_folder=True):
+                    yield from self._files_in(path)
+            elif entry.is_file() and (not entry.is_symlink() or self._is_ours(Path(os.path.realpath(path)))):
+                if not self._excludes(path, is_folder=False):
+                    yield path
+                elif path.suffix == ".py":
+                    self.ignored.append(path)
+
+    def _excludes(self, path: Path, *, is_folder: bool) -> bool:
+        root = next(root for root in self._roots if root == path or root in path.parents)
+        return self._ignores[root].excludes(path, is_folder=is_folder)
+
+
+def _places(module: ModuleType) -> list[str]:
+    """The file of a module, or the folders of a package."""
+    try:
+        paths = [str(path) for path in module.__path__]
+    except Exception:  # noqa: BLE001  (it is not a package, or a stand-in for a module)
+        paths = []
+    file = getattr(module, "__file__", None)
+    return paths or ([file] if isinstance(file, str) else [])
