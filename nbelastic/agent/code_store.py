@@ -58,11 +58,12 @@ class CodeStore:
         why = why_refused(order)
         if why:
             return [CodeStored(self._host, order.version, f"the driver sent a code version that is refused: {why}")]
-        self._remove_all_but({*order.keep, order.version, *(other.version for other in self._orders)})
-        if any(other.version == order.version for other in self._orders):  # a new driver asks again
-            self._orders = deque(other for other in self._orders if other.version != order.version)
-        self._orders.append(order)
-        return self._begin()
+        needed, first = {*order.keep, order.version}, self._orders[0] if self._orders else None
+        self._remove_all_but(needed)
+        # A new driver sends an order again, and does not answer requests that the last one has received.
+        others = [other for other in self._orders if other.version in needed - {order.version}]
+        self._orders = deque([*others, order])
+        return [] if self._orders[0] is first else self._begin()
 
     def _take(self, piece: CodePiece) -> list[Message]:
         """Take the next piece of the version that is being fetched; others are dropped."""

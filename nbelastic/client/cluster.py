@@ -54,8 +54,8 @@ class Cluster(ClusterView):
     `stop_timeout` seconds to write a last checkpoint. `timeouts` sets other waits by the names of the table in
     docs/reference.md: `{"recover": 30}`.
 
-    `code_sync`: before a job or a cell, hosts get the modules that this process imports from its working folder and from
-    `code_folders`, if they do not have them. Changed modules are imported again.
+    `code_sync`: before each job and cell, hosts get the modules of the working folder and of `code_folders` that are imported
+    here, if they lack them. Workers import changed ones again.
 
     With `keep` the cluster outlives this process; `Cluster.attach` connects to it from another one. After `lease` seconds
     without a client it ends, with a last checkpoint if the job has checkpoints. `metrics_port`: serve OpenMetrics on this

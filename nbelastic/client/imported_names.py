@@ -10,9 +10,9 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 MOST_OBJECTS = 10_000  # that are searched for imports
-# Text in a string can look like an import. Then a module of the user's own may be sent that nobody needs.
+# Text in a string can look like an import. Then a module of the user's own may be sent that no code needs.
 _IMPORT = re.compile(
-    r"^[^\S\n]*(?:.*;[^\S\n]*)?(?:from[^\S\n]+([\w.]+)[^\S\n]+import\b|import[^\S\n]+(.+))", re.MULTILINE
+    r"(?:^|[;:])[^\S\n]*(?:from[^\S\n]+([\w.]+)[^\S\n]+import\b|import[^\S\n]+([^;:\n]+))", re.MULTILINE
 )
 
 
@@ -21,7 +21,7 @@ def names_in_text(text: str) -> set[str]:
     found = set[str]()
     for single, several in _IMPORT.findall(text):
         for name in [single] if single else several.split(","):
-            first = name.strip().partition(" ")[0].partition(".")[0].rstrip(";)")
+            first = name.strip().partition(" ")[0].partition(".")[0]
             if first.isidentifier():
                 found.add(first)
     return found

@@ -1,7 +1,7 @@
 """The user's own modules in this worker: imports the version that a program or a cell belongs to.
 
-Before the first import of a new version, all modules of these folders are removed, and names of cells that were imported from
-them are imported again. So a program never runs with a part of the old version and a part of the new one.
+If a file has changed, the worker forgets all these modules, and imports again what cells have imported of them. So a program
+never runs with modules of two versions.
 """
 
 from __future__ import annotations
@@ -134,12 +134,14 @@ def _import_again(ours: list[str], changed: list[str], names: dict[str, Any]) ->
 def _imported_names(names: Mapping[str, Any], old: Mapping[str, ModuleType]) -> dict[str, Any]:
     """The new values of cells' variables that were imported from these modules. They are imported again for that."""
     by_id = {id(module): name for name, module in old.items()}
-    new = {}
+    new: dict[str, Any] = {}
     for name, value in names.items():
         if id(value) in by_id:
             new[name] = importlib.import_module(by_id[id(value)])
             continue
-        module, own = getattr(value, "__module__", None), getattr(value, "__name__", name)
+        module, own = "", name
+        with contextlib.suppress(Exception):  # an object of the user's may raise anything
+            module, own = getattr(value, "__module__", ""), getattr(value, "__name__", name)
         if isinstance(module, str) and module in old and vars(old[module]).get(own) is value:
             new[name] = getattr(importlib.import_module(module), own, value)
     return new

@@ -62,6 +62,7 @@ PURE = [
             "messages",
             "agent_messages",
             "cell_messages",
+            "code_messages",
             "node_messages",
             "worker_messages",
         )

@@ -10,7 +10,15 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Missing, Reason
-from nbelastic.protocol import agent_messages, cell_messages, ids, messages, node_messages, worker_messages
+from nbelastic.protocol import (
+    agent_messages,
+    cell_messages,
+    code_messages,
+    ids,
+    messages,
+    node_messages,
+    worker_messages,
+)
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
@@ -72,6 +80,8 @@ FILL = {
     tuple[tuple[str, tuple[int, ...]], ...]: (("a", (0, 2)), ("b", (1,))),
     tuple[tuple[int, int], ...]: ((1, 3),),
     tuple[ids.Gpu, ...]: (ids.Gpu("GPU-1a", "NVML has reported Xid 79"), ids.Gpu("MIG-2")),
+    code_messages.Code: code_messages.Code(("/home/me",), (code_messages.CodeFile(0, "a/b.py", "0" * 64, 9),)),
+    code_messages.SomePieces: ((0, 0, 1 << 18),),
     worker_messages.Copies | None: worker_messages.Copies(9, 40, 0.5, 0.1, (2,), (3,), shared=True),
 }
 
@@ -86,6 +96,7 @@ def kinds(base: type) -> list[type]:
         **vars(scmd),
         **vars(messages),
         **vars(agent_messages),
+        **vars(code_messages),
         **vars(worker_messages),
         **vars(cell_messages),
         **vars(node_messages),

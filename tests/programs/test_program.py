@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -33,7 +34,7 @@ def called(value: object = 7) -> object:
 class FakeSession:
     """The part of a worker's session that a runner uses."""
 
-    worker, checkpoints, is_rank_0 = W, None, True
+    worker, checkpoints, is_rank_0, relay = W, None, True, Path()
 
     def __init__(self) -> None:
         self.facts, self.output = WorkerFacts(), OutputBuffer()

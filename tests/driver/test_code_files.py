@@ -1,0 +1,268 @@
+"""Which files of the user's own modules are found: what is imported, what `.gitignore` lists, and how much there may be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.client import code_files, code_sync
+from nbelastic.client.code_files import CodeFiles
+from nbelastic.client.code_sync import CodeSync
+from nbelastic.client.git_ignores import GitIgnores
+from nbelastic.client.imported_names import names_in_function, names_in_text
+from nbelastic.protocol.requests import CodeSent
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a notebook, from which Python imports."""
+    here = tmp_path / "notebook"
+    here.mkdir()
+    monkeypatch.syspath_prepend(here)
+    before = set(sys.modules)
+    yield here
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def put(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def found(folder: Path, *names: str, folders: tuple[Path, ...] = ()) -> list[str]:
+    code = CodeFiles([str(folder), *map(str, folders)]).find(names).code
+    return [str(Path(os.path.relpath(code.folders[file.folder], folder), file.path)) for file in code.files]
+
+
+def test_what_is_imported_is_found_and_nothing_else(folder):
+    """Modules that were imported here, those that a text names, and those that these import; packages as a whole."""
+    put(
+        folder,
+        {
+            "nbeown.py": "def late():\n    from nbepack import inner\n",
+            "nbepack/__init__.py": "",
+            "nbepack/inner.py": "import nbehelper, json",
+            "nbepack/deep/data.json": "{}",
+            "nbehelper.py": "",
+            "nbenamed.py": "",
+            "nbebare/part.py": "",
+            "nbebare/weights.bin": "x",
+            "unused.py": "",
+            "data.csv": "1",
+        },
+    )
+    assert found(folder) == []
+    __import__("nbeown")
+    assert found(folder, "nbenamed", "nbebare", "torch", "nbemissing") == [
+        "nbebare/part.py",
+        "nbehelper.py",
+        "nbenamed.py",
+        "nbeown.py",
+        "nbepack/__init__.py",
+        "nbepack/deep/data.json",
+        "nbepack/inner.py",
+    ]
+
+
+def test_hidden_installed_and_foreign_files_are_not_found(folder, tmp_path):
+    """No environments, hidden files, compiled files and links out of the folder; links inside it are files as any."""
+    put(tmp_path, {"outside/secret.py": "", "outside/nbelinked/__init__.py": ""})
+    put(
+        folder,
+        {
+            "nbepack/__init__.py": "",
+            "nbepack/.env": "KEY=1",
+            "nbepack/.git/config": "",
+            "nbepack/__pycache__/inner.cpython-311.pyc": "",
+            "nbepack/real.py": "",
+            "env/pyvenv.cfg": "",
+            "env/lib/site-packages/nbeinstalled.py": "",
+        },
+    )
+    (folder / "nbepack" / "secret.py").symlink_to(tmp_path / "outside" / "secret.py")
+    (folder / "nbepack" / "alias.py").symlink_to("real.py")
+    (folder / "nbepack" / "all").symlink_to(tmp_path)
+    (folder / "nbelinked").symlink_to(tmp_path / "outside" / "nbelinked")
+    os.mkfifo(folder / "nbepack" / "pipe.py")
+    sys.path.insert(0, str(folder / "env" / "lib" / "site-packages"))
+    __import__("nbeinstalled")
+    sys.path.pop(0)
+    assert found(folder, "nbepack", "nbelinked", "nbeinstalled") == [
+        "nbepack/__init__.py",
+        "nbepack/alias.py",
+        "nbepack/real.py",
+    ]
+
+
+def test_further_folders_have_to_be_named(folder, tmp_path, monkeypatch):
+    """A module beside the folder is found only if its folder is named; folders keep Python's order."""
+    put(tmp_path, {"lib/nbelib.py": "", "lib/nbeboth.py": "lib"})
+    put(folder, {"nbeboth.py": "notebook"})
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    __import__("nbelib")
+    assert found(folder, "nbelib") == []
+    assert found(folder, "nbelib", "nbeboth", folders=(tmp_path / "lib",)) == ["../lib/nbeboth.py", "../lib/nbelib.py"]
+
+
+def test_names_of_pythons_own_modules_are_not_looked_up(folder):
+    """A file `json.py` beside the notebook is not what `import json` means there; nbelastic has its own version on each host."""
+    put(folder, {"json.py": "", "nbelastic/__init__.py": "", "msgspec.py": ""})
+    assert found(folder, "json", "nbelastic", "msgspec") == []
+
+
+IGNORED = {
+    ".gitignore": "*.log\nbuild/\n/top.py\n**/gen_*.py\n!kept.log\n",
+    "a/.gitignore": "b/*\n!b/ok.py\n!z.log\n",
+    **dict.fromkeys(("m.py", "x.log", "kept.log", "top.py", "a/top.py", "build/k.py", "a/build/k.py"), ""),
+    **dict.fromkeys(("a/b/no.py", "a/b/ok.py", "a/z.log", "a/gen_1.py", "secret.py", "a/secret.py"), ""),
+}
+
+
+def test_ignored_files_are_those_that_git_ignores(tmp_path):
+    """The nearest `.gitignore` wins, an excluded folder stays excluded, and `.git/info/exclude` counts."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    put(tmp_path, {**IGNORED, ".git/info/exclude": "secret.py\n"})
+    here = GitIgnores(tmp_path / "a")
+    for name in IGNORED:
+        git = subprocess.run(["git", "-C", tmp_path, "check-ignore", "-q", name], check=False).returncode == 0
+        assert here.excludes(tmp_path / name, is_folder=False) == git, name
+
+
+def test_an_imported_module_that_is_ignored_is_named(folder):
+    """It is not sent, and the search says so."""
+    put(folder, {".gitignore": "nbelocal.py\nnbepack/_made.py\ndata\n", "nbelocal.py": "", "nbepack/__init__.py": ""})
+    put(folder, {"nbepack/_made.py": "", "nbepack/data/big.bin": "x"})
+    search = CodeFiles([str(folder)]).find(["nbelocal", "nbepack"])
+    assert [file.path for file in search.code.files] == ["nbepack/__init__.py"]
+    assert sorted(path.name for path in search.ignored) == ["_made.py", "nbelocal.py"]
+
+
+def test_an_edit_changes_the_hash_at_once(folder):
+    """Also one of the same length within the resolution of a file's time."""
+    files, hashes = CodeFiles([str(folder)]), []
+    for number in range(20):
+        put(folder, {"nbeown.py": f"N = {number % 10}"})
+        hashes.append(files.find(["nbeown"]).code.files[0].digest)
+    assert len(set(hashes)) == 10
+
+
+class Driver:
+    """Answers as the driver does; `copies`: to which hosts a version was sent."""
+
+    def __init__(self, tmp_path: Path, folder: Path, copies: tuple[str, ...] = ("gpu1",)) -> None:
+        self.folder, self.copies, self.versions = tmp_path / "run", copies, []
+        self.folder.mkdir()
+        self.sync = CodeSync(self.ask, self.folder, [str(folder)])
+
+    def ask(self, request, timeout, what):
+        self.versions.append(request.version)
+        return CodeSent(self.copies)
+
+
+def test_each_version_is_saved_for_the_driver(folder, tmp_path):
+    """Without modules nothing is sent; each content is saved once, for the owner alone; names of earlier cells stay."""
+    driver = Driver(tmp_path, folder)
+    assert (driver.sync.send(), driver.versions) == ("", [])
+    put(folder, {"nbeown.py": "1", "nbeother.py": "1"})
+    first = driver.sync.send(["nbeown"])
+    assert driver.sync.send() == first
+    second = driver.sync.send(["nbeother"])
+    assert driver.versions == [first, first, second]
+    saved = list((driver.folder / "code").iterdir())
+    assert len(saved) == 3
+    assert all(path.stat().st_mode & 0o077 == 0 for path in saved)
+
+
+def test_too_much_is_refused_with_the_largest_files(folder, tmp_path, monkeypatch):
+    """A host that lacks the files cannot get them; if all hosts share them, the limit does not matter."""
+    monkeypatch.setattr(code_files, "MAX_SIZE", 1000)
+    put(folder, {"nbepack/__init__.py": "", "nbepack/weights.bin": "x" * 900, "nbepack/data.bin": "y" * 200})
+    put(folder, {"nbepack/net.py": "N = 1"})
+    driver = Driver(tmp_path, folder)
+    with pytest.raises(nbe.UsageError) as caught:
+        driver.sync.send(["nbepack"])
+    assert f"with {folder}/nbepack/weights.bin (0.0 MiB), {folder}/nbepack/data.bin (0.0 MiB)" in str(caught.value)
+    assert "in .gitignore" in str(caught.value)
+    driver.copies = ()
+    assert driver.sync.send(["nbepack"])
+    put(folder, {".gitignore": "*.bin"})
+    driver.copies = ("gpu1",)
+    assert driver.sync.send(["nbepack"])
+
+
+def test_too_many_files_are_refused_with_their_folder(folder, tmp_path, monkeypatch):
+    for module in (code_files, code_sync):
+        monkeypatch.setattr(module, "MAX_FILES", 3)
+    put(folder, {"nbepack/__init__.py": "", **{f"nbepack/many/{number}.py": "" for number in range(5)}})
+    with pytest.raises(nbe.UsageError, match=r"more than 3 files, many of them in .*/nbepack/many"):
+        Driver(tmp_path, folder).sync.send(["nbepack"])
+
+
+def test_ignored_modules_are_noted_once(folder, tmp_path, capsys):
+    put(folder, {".gitignore": "nbelocal.py", "nbelocal.py": "", "nbeown.py": "import nbelocal"})
+    driver = Driver(tmp_path, folder)
+    for _ in range(2):
+        driver.sync.send(["nbeown"])
+    assert capsys.readouterr().out == f"Not sent to gpu1, as .gitignore lists it: {folder}/nbelocal.py.\n"
+
+
+def test_a_file_that_cannot_be_read_is_named(folder, tmp_path):
+    put(folder, {"nbepack/__init__.py": ""})
+    driver = Driver(tmp_path, folder)
+    (driver.folder / "code").write_text("in the way")
+    with pytest.raises(nbe.UsageError, match=r"your code cannot be sent to the hosts: .*run/code: File exists"):
+        driver.sync.send(["nbepack"])
+
+
+TEXT = """
+%%time
+import one, two.deep as three
+    from four.inner import (
+        five)
+x = 1; import six
+try: import seven
+except ImportError: pass
+# import not_this
+from . import not_that
+import_not = "important"
+"""
+
+
+def test_names_in_a_text():
+    assert names_in_text(TEXT) == {"one", "two", "four", "six", "seven"}
+
+
+def test_names_in_a_function():
+    """Of a notebook's function, of those that it uses, of their classes and closures."""
+    namespace = {"__name__": "__main__"}
+    source = """
+import functools
+class Base:
+    def method(self):
+        import nbe_one.inner
+class Own(Base):
+    @property
+    def number(self):
+        from nbe_two import x
+def helper():
+    return [__import__, (lambda: Own())]
+def outer(value):
+    @functools.wraps(helper)
+    def inner():
+        import nbe_three
+        return value, helper
+    return inner
+program = outer(3)
+"""
+    exec(source, namespace)
+    assert names_in_function(partial(print, namespace["program"])) == {"nbe_one", "nbe_two", "nbe_three"}
+    assert names_in_function(os.path.join) == set()
