@@ -43,6 +43,7 @@ class CodeStore:
         self._orders: deque[StoreCode] = deque()  # the first one is being fetched
         self._expected: deque[tuple[int, int, int]] = deque()  # pieces that were requested: file, offset, length
         self._data = bytearray()  # the beginning of the file whose pieces arrive
+        self._received = 0  # bytes of the first version
 
     @property
     def is_fetching(self) -> bool:
@@ -74,6 +75,7 @@ class CodeStore:
             return []
         self._expected.popleft()
         self._data += piece.data
+        self._received += len(piece.data)
         wanted = self._orders[0].code.files[file]
         try:
             if len(self._data) == wanted.size:
@@ -87,6 +89,7 @@ class CodeStore:
         """Begin with the first version, unless it is here already."""
         self._expected.clear()
         self._data.clear()
+        self._received = 0
         if not self._orders:
             return []
         order = self._orders[0]
@@ -113,7 +116,7 @@ class CodeStore:
     def _end(self, *, is_copied: bool = False, problem: str = "") -> list[Message]:
         """The first version is here, or cannot be."""
         version = self._orders.popleft().version
-        return [CodeStored(self._host, version, problem, is_copied), *self._begin()]
+        return [CodeStored(self._host, version, problem, is_copied, self._received), *self._begin()]
 
     def _missing_pieces(self, code: Code) -> list[tuple[int, int, int]]:
         """The next pieces of files whose content is not here, at most `BATCH` bytes. A file's pieces follow one another."""

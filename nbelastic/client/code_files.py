@@ -46,11 +46,12 @@ class CodeFiles:
     def __init__(self, folders: Sequence[str]) -> None:
         self._roots = tuple(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
         self._read: dict[Path, _Read] = {}
+        self._elsewhere: set[str] = set()  # folders outside, from which modules were imported
 
     def find(self, names: Iterable[str] = (), *, python_only: bool = False) -> Found:
         """Find the files of modules that are imported here, of those that `names` import, and of those that they import."""
         search = _Search(self._roots, python_only=python_only)
-        search.add_imported(dict(sys.modules))
+        search.add_imported(dict(sys.modules), self._elsewhere)
         pending = set(names)
         while True:
             for name in pending:
@@ -113,14 +114,20 @@ class _Search:
         new, self._new = self._new, []
         return new
 
-    def add_imported(self, modules: dict[str, ModuleType]) -> None:
-        """Add the modules of this process that come from the folders."""
+    def add_imported(self, modules: dict[str, ModuleType], elsewhere: set[str]) -> None:
+        """Add the modules of this process that come from the folders. `elsewhere`: is extended by other folders."""
         for name, module in modules.items():
             if "." in name or name in self._names:
                 continue
             self._names.add(name)  # what is imported from elsewhere is not looked up here
             for place in _places(module):
-                self._add(Path(place))
+                around = os.path.dirname(place)
+                if around in elsewhere:
+                    continue
+                if self._is_ours(Path(os.path.realpath(around))):
+                    self._add(Path(place))
+                else:
+                    elsewhere.add(around)
 
     def add_name(self, name: str) -> None:
         """Add the module of this name, if it is in one of the folders."""

@@ -47,8 +47,12 @@ class CodeSync:
                 raise _too_much(found)
         if not found.code.files:
             return ""
-        version = self._save(found, imports, is_partial)
-        sent: requests.CodeSent = self._ask(requests.SendCode(version), TIMEOUT, "the hosts to get your code")
+        try:
+            version, sent = self._save_and_ask(found, imports, is_partial)
+        except (
+            UsageError
+        ):  # another client's version has just replaced an old one, which had a file that is in this one too
+            version, sent = self._save_and_ask(found, imports, is_partial)
         if sent.hosts and is_partial:
             raise _too_much(self._files.find(imports))
         new = [path for path in found.ignored if path not in self._noted]
@@ -57,6 +61,10 @@ class CodeSync:
             hosts, names = _some(sent.hosts), _some(map(str, new))
             print(f"Not sent to {hosts}, as .gitignore lists it: {names}.")
         return version
+
+    def _save_and_ask(self, found: Found, imports: set[str], is_partial: bool) -> tuple[str, requests.CodeSent]:
+        version = self._save(found, imports, is_partial)
+        return version, self._ask(requests.SendCode(version), TIMEOUT, "the hosts to get your code")
 
     def _save(self, found: Found, imports: set[str], is_partial: bool) -> str:
         """Write into the run folder what is not there yet. Returns the version."""

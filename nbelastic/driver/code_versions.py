@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from nbelastic.protocol.code_messages import PIECE, Code, CodePiece, CodeStored,
 from nbelastic.protocol.requests import CodeSent
 from nbelastic.system.folder_paths import placed_code
 
+SHOWN = 3  # hosts that an event names
 KEPT = 3  # the newest versions, beside that of the present job
 
 
@@ -50,6 +51,8 @@ class CodeVersions:
         self._snapshot_writer, self._job_version, self._save, self._record = snapshot_writer, job_version, save, record
         self._codes: dict[str, Code] = {}  # the versions that hosts may need, the newest last
         self._hosts: dict[str, _Host] = {}  # those that have connected; an agent may have been replaced since
+        self._waiting = 0  # clients that wait for hosts
+        self._received: dict[str, int] = {}  # bytes that hosts have received and that are in no event yet
         for version in snapshot_writer.code:  # of the previous driver
             with contextlib.suppress(UsageError):
                 self._codes[version] = self._read(version)
@@ -64,12 +67,13 @@ class CodeVersions:
         code = self._codes.pop(version, None) or self._read(version)
         job = self._job_version()
         kept = [other for other in self._codes if other == job or other in list(self._codes)[1 - KEPT :]]
+        dropped = {other: old for other, old in self._codes.items() if other not in kept}
         self._codes = {other: self._codes[other] for other in kept} | {version: code}
         for known in self._hosts.values():  # they keep no others
             known.stored = {other: copied for other, copied in known.stored.items() if other in self._codes}
         self._snapshot_writer.code = tuple(self._codes)
         self._save()
-        self._remove_unneeded_files()
+        self._remove_files(dropped)
         for host in self._present():
             self._order(host, version)
 
@@ -79,6 +83,12 @@ class CodeVersions:
                 return None
             return CodeSent(tuple(name for name, host in present.items() if host.stored[version]))
 
+        def on_done(_: Future[CodeSent]) -> None:
+            self._waiting -= 1
+            self._record_received()
+
+        self._waiting += 1
+        done.add_done_callback(on_done)
         self._pending.resolve(done, collect)
 
     def _present(self) -> dict[str, _Host]:
@@ -88,6 +98,9 @@ class CodeVersions:
         try:
             code = msgspec.json.decode(placed_code(self._folder, version).read_bytes(), type=Code)
             problem = why_refused(StoreCode(version, code))
+            for file in code.files if not problem else ():
+                if (self._folder / file.digest).stat().st_size != file.size:
+                    problem = f"{file.path} is incomplete"
         except (OSError, msgspec.DecodeError) as error:
             problem = str(error)
         if problem:
@@ -128,19 +141,30 @@ class CodeVersions:
         if message.problem:
             self._agents.lose(name, message.problem)
         elif host is not None and code is not None:
-            if message.is_copied and message.version not in host.stored:
-                text = f"{name} has your code: {len(code.files)} files, {code.size / 1e3:,.1f} kB"
-                self._record(cmd.Record("code-sent", text, host=name))
             host.stored[message.version] = message.is_copied
+            if message.received:
+                self._received[name] = self._received.get(name, 0) + message.received
         self._pending.check_and_publish()
+        if not self._waiting:  # a host that has joined
+            self._record_received()
 
-    def _remove_unneeded_files(self) -> None:
+    def _record_received(self) -> None:
+        """Add what hosts have received to the event log: one event per version, or per host that joins."""
+        received, self._received = self._received, {}
+        if received:
+            names, size = sorted(received), max(received.values())
+            who = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+            verb = "has" if len(names) == 1 else "have"
+            text = f"{who} {verb} your modules: {len(self._codes[self.newest].files)} files, {size / 1e3:,.1f} kB sent"
+            self._record(cmd.Record("code-sent", text, host=names[0] if len(names) == 1 else ""))
+
+    def _remove_files(self, dropped: Mapping[str, Code]) -> None:
+        """Remove what only these versions need. Files of no version may be those that a client is about to send."""
         needed = {file.digest for code in self._codes.values() for file in code.files}
-        needed |= {placed_code(self._folder, version).name for version in self._codes}
-        for path in self._folder.glob("*"):
-            if path.name not in needed:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        for version, code in dropped.items():
+            unneeded = [self._folder / file.digest for file in code.files if file.digest not in needed]
+            for path in (placed_code(self._folder, version), *unneeded):
+                path.unlink(missing_ok=True)
 
 
 def _read_piece(path: Path, offset: int, length: int) -> bytes:

@@ -92,13 +92,15 @@ class CodePiece(Message):
 class CodeStored(Message):
     """Agent → driver: this host has the version, or cannot have it because of `problem`.
 
-    `is_copied`: it was sent to this host; else the same files are in the notebook's folders here.
+    `is_copied`: it was sent to this host; else the same files are in the notebook's folders here. `received`: how many bytes
+    were sent just now.
     """
 
     host: str
     version: str
     problem: str = ""
     is_copied: bool = False
+    received: int = 0
 
 
 def version_of(code: Code) -> str:

@@ -202,7 +202,8 @@ def test_a_new_driver_asks_again(host: Host) -> None:
     assert second.pieces == ((1, 0, 2),)
     (stored,) = host.send(second, contents)
     assert stored.is_copied
-    assert host.store.handle(order(code)) == [stored]
+    assert stored.received == 2
+    assert host.store.handle(order(code)) == [replace(stored, received=0)]
 
 
 def test_versions_are_fetched_one_after_the_other(host: Host) -> None:

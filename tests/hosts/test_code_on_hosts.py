@@ -47,7 +47,7 @@ def test_an_edited_module_is_on_every_host_at_the_next_run(network, make, notebo
         row for out in cluster.execute("print(os.listdir(os.path.dirname(own_module.__file__)))") for row in [out[1]]
     }
     assert any("not_imported" not in row for row in names)
-    assert [text.startswith("apart has your code: 4 files") for text in event_texts(cluster, "code-sent")] == [True]
+    assert [text.startswith("apart has your modules: 4 files") for text in event_texts(cluster, "code-sent")] == [True]
     for number in (2, 3):
         (notebook / "own_package" / "inner.py").write_text(f"NUMBER = {number}\n")
         assert [row[0] for row in cluster.run_cell(cell).result(LONG)] == [number, number]
