@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from nbelastic.core import commands as cmd
+from nbelastic.driver.agent_handle import AgentHandle
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.dependencies import Dependencies, MessageServer
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
@@ -44,27 +45,6 @@ STOP_GRACE = 3.0  # seconds between the request to stop and the kill
 KILL_TIMEOUT = 1.0  # seconds in which a killed process ends
 
 
-class _AgentHandle:
-    """One start of an agent: its name as a peer and, once its host has been located, its process."""
-
-    def __init__(self, host: str, number: int) -> None:
-        self.host, self.number = host, number
-        self.peer = f"agent/{host}~{number}"
-        self.agent: Agent | None = None
-        self.driver_address = ""  # the driver's address as this host reaches it; empty: same machine
-        self.slots = 0
-        self.local_slots = 0  # the same if the host is this machine, else 0
-        self.rehome: messages.Rehome | None = None  # the newest address of its workers, if that has changed
-        self.launch: asyncio.Task[None] | None = None
-        self.disconnected_at = 0.0  # when its connection ended last
-
-    def kill(self) -> None:
-        if self.launch is not None:
-            self.launch.cancel()
-        if self.agent is not None:
-            self.agent.kill()
-
-
 class Agents:
     """Lives in the driver's thread.
 
@@ -90,8 +70,8 @@ class Agents:
         self._telemetry, self._dependencies = telemetry, dependencies
         self._post, self._record, self._save = post, record, save
         self._loop = asyncio.get_running_loop()
-        self._handles: dict[str, _AgentHandle] = {}  # by host
-        self._running: set[_AgentHandle] = set()  # those with a process on this machine, killed ones included
+        self._handles: dict[str, AgentHandle] = {}  # by host
+        self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
         self._none_runs = asyncio.Event()
         self.started_count = 0
         self.tcp_proxies = ProxySet(settings.driver_lease, self._expected_workers)
@@ -126,7 +106,7 @@ class Agents:
         self.started_count = saved.agents_started
         self.tcp_proxies.adopt(saved.proxied_endpoints, saved.proxies)
         for host, old in saved.agents.items():
-            handle = self._handles[host] = _AgentHandle(host, old.number)
+            handle = self._handles[host] = AgentHandle(host, old.number)
             handle.driver_address, handle.rehome = old.driver_address, old.rehome
             handle.slots = next((h.spec.slots for h in saved.cluster.hosts if h.spec.name == host), 0)
             handle.local_slots = 0 if old.driver_address else handle.slots
@@ -144,7 +124,7 @@ class Agents:
         if saved.agents:
             await self.spawner.start(attach=bool(saved.controller))
 
-    def _adopt_tunnelled(self, saved: DriverSnapshot, handle: _AgentHandle, process: str) -> Agent:
+    def _adopt_tunnelled(self, saved: DriverSnapshot, handle: AgentHandle, process: str) -> Agent:
         """Take over an agent behind a tunnel, which may have ended meanwhile."""
         host = handle.host
         spec = next((h.spec for h in saved.cluster.hosts if h.spec.name == host), HostSpec(host, 1))
@@ -263,12 +243,12 @@ class Agents:
     def _start(self, spec: HostSpec) -> None:
         self.kill(spec.name)
         self.started_count += 1
-        handle = self._handles[spec.name] = _AgentHandle(spec.name, self.started_count)
+        handle = self._handles[spec.name] = AgentHandle(spec.name, self.started_count)
         handle.slots = spec.slots
         self._save()  # the number first: if this driver is killed now, the next one must not use it again
         handle.launch = self._loop.create_task(self._launch(spec, handle))
 
-    async def _launch(self, spec: HostSpec, handle: _AgentHandle) -> None:
+    async def _launch(self, spec: HostSpec, handle: AgentHandle) -> None:
         """Locate the host and start its agent there."""
         try:
             local, handle.driver_address = await self._dependencies.locate(spec, self._settings.launcher)
@@ -296,7 +276,7 @@ class Agents:
         self._save()  # the agent's process outlives this driver
         self.spawner.start_in_background()  # after the agent: its template takes longer than the controller
 
-    def _config(self, spec: HostSpec, local: str, handle: _AgentHandle) -> dict[str, Any]:
+    def _config(self, spec: HostSpec, local: str, handle: AgentHandle) -> dict[str, Any]:
         settings = self._settings
         return {
             "host": spec.name,
@@ -346,17 +326,17 @@ class Agents:
         else:  # it has no workers and may never connect. Kill it at once: the host may be added again
             self._kill_handle(host, handle)
 
-    def _kill_handle(self, host: str, handle: _AgentHandle) -> None:
+    def _kill_handle(self, host: str, handle: AgentHandle) -> None:
         handle.kill()
         if handle.agent is None:
             self._agent_ended(host, handle, "it was not started")
 
-    def _watch_end(self, handle: _AgentHandle, process: str) -> None:
+    def _watch_end(self, handle: AgentHandle, process: str) -> None:
         if process:
             self._running.add(handle)
             self._none_runs.clear()
 
-    def _agent_ended(self, host: str, handle: _AgentHandle, reason: str) -> None:
+    def _agent_ended(self, host: str, handle: AgentHandle, reason: str) -> None:
         self._running.discard(handle)
         if not self._running:
             self._none_runs.set()
@@ -366,12 +346,12 @@ class Agents:
             self._server.forget(handle.peer)
             self._post_loss(host, handle, reason)
 
-    def _post_loss(self, host: str, handle: _AgentHandle | None, reason: str, silence: float = 0.0) -> None:
+    def _post_loss(self, host: str, handle: AgentHandle | None, reason: str, silence: float = 0.0) -> None:
         self._post(ev.AgentLost(host, reason, silence, handle.number if handle is not None else 0))
         if handle is not None and isinstance(handle.agent, PodAgent | PodTunnel) and handle.agent.returns:
             self._post(ev.HostAdded(HostSpec(host, handle.slots), "Kubernetes", by_hand=False))
 
-    def _disconnected(self, host: str, handle: _AgentHandle, reason: str) -> None:
+    def _disconnected(self, host: str, handle: AgentHandle, reason: str) -> None:
         if self._handles.get(host) is handle:
             handle.disconnected_at = time.monotonic()
             self._post(HostDisconnected(host, reason, handle.number))

@@ -82,7 +82,7 @@ class Machines:
             env=environment,
         )
         log.close()
-        config = {"environment": {}, "cluster": "1", "host": "h", "number": number, "attach": attach}
+        config = {"environment": {}, "cluster": "1", "host": "h", "number": number, "attach": attach, "end_ends": True}
         config |= {"driver": "tcp://127.0.0.1:1", "towards": "", "notes": str(self.folder)}
         with tunnel.stdin as stdin:
             stdin.write(json.dumps(config).encode() + b"\n")

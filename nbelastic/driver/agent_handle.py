@@ -1,0 +1,29 @@
+"""What the driver keeps about one start of a host's agent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from nbelastic.protocol import messages
+from nbelastic.provision.launchers import Agent
+
+
+class AgentHandle:
+    """One start of an agent: its name as a peer and, once its host has been located, its process."""
+
+    def __init__(self, host: str, number: int) -> None:
+        self.host, self.number = host, number
+        self.peer = f"agent/{host}~{number}"
+        self.agent: Agent | None = None
+        self.driver_address = ""  # the driver's address as this host reaches it; empty: same machine
+        self.slots = 0
+        self.local_slots = 0  # the same if the host is this machine, else 0
+        self.rehome: messages.Rehome | None = None  # the newest address of its workers, if that has changed
+        self.launch: asyncio.Task[None] | None = None
+        self.disconnected_at = 0.0  # when its connection ended last
+
+    def kill(self) -> None:
+        if self.launch is not None:
+            self.launch.cancel()
+        if self.agent is not None:
+            self.agent.kill()
