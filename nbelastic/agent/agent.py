@@ -78,8 +78,7 @@ class Agent:
         self._workers: dict[WorkerId, _WorkerProcess] = {}
         self._gpus = Gpus()
         self._reported_gpus: tuple[Gpu, ...] = ()
-        # For the user's modules, or for GPU memory until then
-        self._waiting: dict[WorkerId, tuple[agent_messages.Spawn, float]] = {}
+        self._waiting: dict[WorkerId, tuple[agent_messages.Spawn, float]] = {}  # for modules; for a GPU until then
         self._done = False
         # Not handled yet, and when they came; None: SIGTERM
         self._notices: deque[tuple[float, Notice | None]] = deque()

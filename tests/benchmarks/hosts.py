@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -147,6 +148,36 @@ def kill_one(cluster: nbe.Cluster) -> float:
     return at
 
 
+def edited(rounds: int) -> dict[str, list[float]]:
+    """Edit a module that eight hosts do not have, and run a cell; return the seconds until all results of the new code are here."""
+    found: dict[str, list[float]] = {"run": []}
+    before, home = list(sys.path), Path.cwd()
+    with machines(0) as network:
+        folder = network.folder / "notebook"
+        folder.mkdir()
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        names = [f"a{number}" for number in range(8)]
+        network.add(*names, hides=(str(folder),))
+        try:
+            write_number(folder, 0)
+            with nbe.Cluster(",".join(f"{name}:1" for name in names), min=8, cwd=ROOT) as cluster:
+                for number in range(rounds + 1):  # the first one imports
+                    write_number(folder, number)
+                    began = time.monotonic()
+                    assert cluster.run_cell("import edited_module; edited_module.N").result(LONG) == [number] * 8
+                    found["run"].append(time.monotonic() - began)
+        finally:
+            os.chdir(home)
+            sys.path[:] = before
+    del found["run"][0]
+    return found
+
+
+def write_number(folder: Path, number: int) -> None:
+    (folder / "edited_module.py").write_text(f"N = {number}\n")
+
+
 def cases(part: int) -> Cases:
     def rounds(count: int) -> int:
         return max(2, count // part)
@@ -155,6 +186,7 @@ def cases(part: int) -> Cases:
         "start": lambda: start(rounds(5)),
         "discovered": lambda: discovered(rounds(10)),
         "walled": lambda: walled(rounds(5)),
+        "edited": lambda: edited(rounds(20)),
         "killed": lambda: missed(rounds(15), "kill", 10.0),
         "cut off": lambda: missed(rounds(12), "cut", 2.0),
     }
