@@ -21,7 +21,7 @@ from nbelastic.protocol.code_messages import MAX_FILES, MAX_SIZE, Code, CodeFile
 
 PYTHON = (".py", ".pyi", ".so")
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
-NOT_OURS = {"__main__", "__mp_main__", "nbelastic", "ipykernel_launcher"}
+NOT_OURS = {"__main__", "__mp_main__", "nbelastic", "torch", "ipykernel_launcher"}
 SETTLED = 2_000_000_000  # ns; a file that has changed since may change once more within the resolution of its time
 
 

@@ -24,6 +24,10 @@ ADVICE = (
 )
 
 
+class _ChangedError(Exception):
+    """Files have changed meanwhile: search again."""
+
+
 class CodeSync:
     """`ask` sends a request to the driver, and waits for the answer. `folders`: where the user's modules are."""
 
@@ -31,7 +35,7 @@ class CodeSync:
         self._ask, self._folder = ask, code_folder(run_folder)
         self._files = CodeFiles(folders)
         self._imports: set[str] = set()  # of all that was sent so far: cells use what earlier ones have imported
-        self._noted: set[Path] = set()
+        self._noted: set[str] = set()
 
     def send(self, imports: Iterable[str] = ()) -> str:
         """Send what was imported here, and what `imports` name. Returns its version; empty if there is nothing.
@@ -39,71 +43,70 @@ class CodeSync:
         UsageError if it is too much for a host that does not have it, or if it cannot be read.
         """
         self._imports.update(imports)
-        imports = self._imports
-        found, is_partial = self._files.find(imports), False
+        why = ""
+        for _ in range(TRIES):
+            try:
+                return self._send()
+            except (_ChangedError, FileNotFoundError) as error:
+                why = str(error)
+            except OSError as error:
+                why = f"{error.filename or self._folder}: {error.strerror}"
+                break
+        raise UsageError(f"your modules cannot be sent to the hosts: {why}.")
+
+    def _send(self) -> str:
+        found, is_partial = self._files.find(self._imports), False
+        if found.code is None:  # hosts that have all files need only know which modules there are
+            found, is_partial = self._files.find(self._imports, python_only=True), True
         if found.code is None:
-            found, is_partial = self._files.find(imports, python_only=True), True
-            if found.code is None:
-                raise _too_much(found)
+            self._note(f"The hosts do not get your modules: {_too_much(found)}")
+            return ""
         if not found.code.files:
             return ""
+        self._save(found)
+        version = version_of(found.code)
         try:
-            version, sent = self._save_and_ask(found, imports, is_partial)
-        except (
-            UsageError
-        ):  # another client's version has just replaced an old one, which had a file that is in this one too
-            version, sent = self._save_and_ask(found, imports, is_partial)
+            sent: requests.CodeSent = self._ask(requests.SendCode(version), TIMEOUT, "the hosts to get your modules")
+        except UsageError as error:  # a version of another client has replaced one that had a file of this one
+            raise _ChangedError(str(error)) from None
         if sent.hosts and is_partial:
-            raise _too_much(self._files.find(imports))
-        new = [path for path in found.ignored if path not in self._noted]
-        if sent.hosts and new:
-            self._noted.update(new)
-            hosts, names = _some(sent.hosts), _some(map(str, new))
-            print(f"Not sent to {hosts}, as .gitignore lists it: {names}.")
+            raise UsageError(_too_much(self._files.find(self._imports)))
+        if sent.hosts and found.ignored:
+            self._note(f"The hosts do not get what .gitignore lists: {_some(map(str, found.ignored))}.")
         return version
 
-    def _save_and_ask(self, found: Found, imports: set[str], is_partial: bool) -> tuple[str, requests.CodeSent]:
-        version = self._save(found, imports, is_partial)
-        return version, self._ask(requests.SendCode(version), TIMEOUT, "the hosts to get your code")
+    def _note(self, text: str) -> None:
+        """Print a line, once."""
+        if text not in self._noted:
+            self._noted.add(text)
+            print(text)
 
-    def _save(self, found: Found, imports: set[str], is_partial: bool) -> str:
-        """Write into the run folder what is not there yet. Returns the version."""
-        for _ in range(TRIES):
-            assert found.code is not None
-            try:
-                make_private(self._folder)
-                if all(self._save_file(path, digest) for digest, path in found.paths.items()):
-                    version = version_of(found.code)
-                    replace_private(placed_code(self._folder, version), [msgspec.json.encode(found.code)])
-                    return version
-                found = self._files.find(imports, python_only=is_partial)
-            except OSError as error:
-                name = error.filename or self._folder
-                raise UsageError(f"your code cannot be sent to the hosts: {name}: {error.strerror}.") from None
-            if found.code is None:
-                raise _too_much(found)
-        raise UsageError("your code cannot be sent to the hosts, as it changes all the time: wait until it is written.")
+    def _save(self, found: Found) -> None:
+        """Write into the run folder what is not there yet."""
+        assert found.code is not None
+        make_private(self._folder)
+        for digest, path in found.paths.items():
+            self._save_file(path, digest)
+        replace_private(placed_code(self._folder, version_of(found.code)), [msgspec.json.encode(found.code)])
 
-    def _save_file(self, path: Path, digest: str) -> bool:
-        """Whether the file still has this content, and it is in the run folder."""
+    def _save_file(self, path: Path, digest: str) -> None:
         saved = self._folder / digest
         if not saved.exists():
             data = path.read_bytes()
             if sha256(data).hexdigest() != digest:
                 self._files.forget(path)
-                return False
+                raise _ChangedError(f"{path} changes all the time")
             replace_private(saved, [data])
-        return True
 
 
-def _too_much(found: Found) -> UsageError:
+def _too_much(found: Found) -> str:
     if len(found.sizes) > MAX_FILES:
         what = f"more than {MAX_FILES:,} files, many of them in {_fullest(found.sizes)}"
     else:
         largest = sorted(found.sizes.items(), key=lambda item: -item[1])[:SHOWN]
         named = ", ".join(f"{path} ({size / (1 << 20):,.1f} MiB)" for path, size in largest)
         what = f"more than {MAX_SIZE >> 20} MiB, with {named}"
-    return UsageError(f"your modules and their folders have {what}: {ADVICE}.")
+    return f"your modules and their folders have {what}: {ADVICE}."
 
 
 def _fullest(sizes: Iterable[Path]) -> Path:

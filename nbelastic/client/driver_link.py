@@ -148,6 +148,7 @@ class DriverLink:
 
     def send_code(self, imports: Iterable[str] = ()) -> str:
         """Have the hosts get the user's modules: those imported here, and these. Returns their version; empty if there is none."""
+        self.running()  # else its run folder must not be made
         return self._code.send(imports) if self._code is not None else ""
 
     # ---- start and attach ----
