@@ -40,12 +40,17 @@ def ready_workers(cluster: ClusterState) -> int:
 
 
 def has_ready_workers(cluster: ClusterState, least: int) -> bool | None:
-    """True if so many workers are ready, else None. HostError, with a reason for each host, if all hosts are lost."""
+    """True if so many workers are ready, else None. HostError, with the reasons, if all hosts are lost."""
     if ready_workers(cluster) >= least:
         return True
     hosts = cluster.hosts.values()
     if hosts and all(host.phase is HostPhase.LOST for host in hosts):
-        raise HostError("no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts))
+        names: dict[str, list[str]] = {}
+        for host in hosts:
+            names.setdefault(host.reason, []).append(host.spec.name)
+        raise HostError(
+            "no host could be started: " + "; ".join(f"{', '.join(each)}: {why}" for why, each in names.items())
+        )
     return None
 
 

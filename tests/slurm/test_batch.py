@@ -267,6 +267,17 @@ def test_options(slurm, tmp_path, fake_program, options, shown):
     asyncio.run(story())
 
 
+def test_a_signal_before_the_agent_handles_it(slurm, tmp_path, fake_program):
+    """Slurm's signal before a time limit may come while the job starts: it does not end the job."""
+
+    async def story():
+        observed = ObservedAgent(tmp_path)
+        observed.start(python=fake_program("kill -USR1 $$; exit 4"))
+        assert await exit_code_of(observed) == 4
+
+    asyncio.run(story())
+
+
 def test_a_custom_template(slurm, tmp_path, fake_program):
     """It gets the variables of ipyparallel's templates, the slots, and the job's name."""
     template = "#!/bin/sh\n#SBATCH -c {slots} -J x-{job_name} -o {output_file}\necho mine\nexec {program_and_args}\n"
