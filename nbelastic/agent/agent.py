@@ -101,8 +101,9 @@ class Agent:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._on_notice(None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        limit = Notice(max(0.0, self._config.successor - LIMIT_SPARE), "the time limit of its job")
-        signal.signal(signal.SIGUSR1, lambda *_: self._on_notice(limit))
+        if self._config.successor:
+            limit = Notice(max(0.0, self._config.successor - LIMIT_SPARE), "the time limit of its job")
+            signal.signal(signal.SIGUSR1, lambda *_: self._on_notice(limit))
         with contextlib.ExitStack() as at_end:
             self._set_up(at_end)
             common = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}

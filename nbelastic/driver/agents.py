@@ -288,7 +288,7 @@ class Agents:
             "lease": settings.lease,
             "heartbeat": settings.heartbeat,
             "notice": settings.limits.timeouts.notice,
-            "successor": settings.limits.timeouts.successor,
+            "successor": settings.limits.timeouts.successor if settings.submits_jobs and not local else 0.0,
             "address": local,
             "nics": settings.nics,
             "path": list(sys.path) if local else [],

@@ -88,6 +88,11 @@ class Settings(msgspec.Struct, frozen=True):
         )
 
     @property
+    def submits_jobs(self) -> bool:
+        """Whether each host elsewhere is a job of a batch system."""
+        return self.launcher not in (SSH, KUBERNETES)
+
+    @property
     def makes_pods(self) -> bool:
         """Whether each host is a pod that is made for it; else hosts of Kubernetes are pods that exist."""
         return bool(self.launcher_options.get("image"))
