@@ -13,7 +13,7 @@ from nbelastic.core import halts, losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host
 from nbelastic.core.reasons import Reason
-from nbelastic.core.state import ClusterState, HostPhase, Stage
+from nbelastic.core.state import ClusterState, Disconnected, HostPhase, Stage
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
 
@@ -42,32 +42,34 @@ def _disconnected(cluster: ClusterState, name: str, reason: str, now: float, out
     if name not in cluster.disconnected:
         text = f"{name}: {reason}{NEWS}, and its workers go on"
         out.append(cmd.Record("host-disconnected", text, host=name))
-    since = cluster.disconnected.get(name, now)
+    since = cluster.disconnected[name].since if name in cluster.disconnected else now
     cluster = with_host(cluster, replace(host, reason=f"{reason}{NEWS}"))
-    return replace(cluster, disconnected={**cluster.disconnected, name: since})
+    return replace(cluster, disconnected={**cluster.disconnected, name: Disconnected(since, reason)})
 
 
 def _reconnected(cluster: ClusterState, name: str, now: float, out: Commands) -> ClusterState:
-    since = cluster.disconnected.get(name)
-    if since is None:
+    known = cluster.disconnected.get(name)
+    if known is None:
         return cluster
-    out.append(cmd.Record("host-reconnected", f"{name} can be reached again, after {now - since:.0f} s", host=name))
+    text = f"{name} can be reached again, after {now - known.since:.0f} s"
+    out.append(cmd.Record("host-reconnected", text, host=name))
     disconnected = {n: at for n, at in cluster.disconnected.items() if n != name}
     return with_host(replace(cluster, disconnected=disconnected), replace(cluster.hosts[name], reason=""))
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Give up disconnected hosts without which the job cannot go on, or for which a change has waited too long."""
-    for name, since in list(cluster.disconnected.items()):
-        if now >= since + _patience(cluster) and name in cluster.disconnected:
-            why = cluster.hosts[name].reason.partition(NEWS)[0]
-            cluster = losses.exclude_host(cluster, name, why, now, out, kind="host-lost")
+    for name, known in list(cluster.disconnected.items()):
+        if now >= known.since + _patience(cluster) and name in cluster.disconnected:
+            # A worker that this event has just replaced is not started there.
+            out[:] = [c for c in out if not (isinstance(c, cmd.StartWorker) and c.worker.host == name)]
+            cluster = losses.exclude_host(cluster, name, known.reason, now, out, kind="host-lost")
     return cluster
 
 
 def deadline(cluster: ClusterState) -> float:
     """When the first disconnected host is given up."""
-    return min(cluster.disconnected.values(), default=NEVER) + _patience(cluster)
+    return min((known.since for known in cluster.disconnected.values()), default=NEVER) + _patience(cluster)
 
 
 def _patience(cluster: ClusterState) -> float:
@@ -90,5 +92,5 @@ def is_change_wanted(cluster: ClusterState) -> bool:
 
 def wait(cluster: ClusterState) -> tuple[Reason, float]:
     """The reason for which a change waits, and until when."""
-    until = min(cluster.disconnected.values()) + cluster.limits.timeouts.reconnect
+    until = min(known.since for known in cluster.disconnected.values()) + cluster.limits.timeouts.reconnect
     return Reason("disconnected", names=tuple(sorted(cluster.disconnected))), until

@@ -178,7 +178,7 @@ def _stop_probing(cluster: ClusterState, name: str) -> ClusterState:
 def _forget_connection(cluster: ClusterState, name: str) -> ClusterState:
     if name not in cluster.disconnected:
         return cluster
-    return replace(cluster, disconnected={n: since for n, since in cluster.disconnected.items() if n != name})
+    return replace(cluster, disconnected={n: known for n, known in cluster.disconnected.items() if n != name})
 
 
 def forget_end(cluster: ClusterState, name: str) -> ClusterState:

@@ -93,6 +93,13 @@ class Host(Struct, frozen=True):
         return self.phase in (HostPhase.UP, HostPhase.DRAINING)
 
 
+class Disconnected(Struct, frozen=True):
+    """Since when a host receives no order, and why."""
+
+    since: float
+    reason: str
+
+
 class Ending(Struct, frozen=True):
     """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over.
 
@@ -221,7 +228,7 @@ class ClusterState(Struct, frozen=True):
     hosts_joined: int = 0  # number of the newest host
     hosts_admitted: int = 0  # number of the newest admission
     discovered: bool = False  # the discovery has answered once, under this driver or an earlier one
-    disconnected: dict[str, float] = {}  # hosts that receive no order, but whose workers may train on, and since when
+    disconnected: dict[str, Disconnected] = {}  # hosts that receive no order, but whose workers may train on
     ending: dict[str, Ending] = {}  # hosts that were announced to end: they drain, or wait for a successor
     removed_hosts: frozenset[str] = frozenset()  # that a client removed and discovery may still list
     incarnations: dict[str, int] = {}  # highest ones of removed hosts; see `host_lifecycle.NAMES`
