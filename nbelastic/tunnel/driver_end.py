@@ -82,7 +82,13 @@ class _DriverEnd:
             self._ssh.kill()
             return self._ssh.wait()
 
+    def _print_noise(self) -> None:
+        noise = self._forwarder.take_noise().decode(errors="replace").strip()
+        if noise:
+            print(noise, flush=True)
+
     def _on_frame(self, frame: Frame) -> None:
+        self._print_noise()
         match frame.kind:
             case Kind.OUTPUT:
                 sys.stdout.buffer.write(frame.payload)
@@ -93,6 +99,7 @@ class _DriverEnd:
 
     def _on_lost(self, reason: str, _closed: bool = False) -> None:
         code = self._wait_for_ssh()
+        self._print_noise()
         if reason:
             print(f"nbelastic: the tunnel has ended: {reason}", flush=True)
         if self._exit is not None or self._end_by is not None:
@@ -128,9 +135,7 @@ class _DriverEnd:
             self._give_up(f"the agent was not reached within {ATTACH_TIMEOUT:g} s")
 
     def _check_connection(self, now: float) -> None:
-        if self._forwarder.noise:
-            print(self._forwarder.noise.decode(errors="replace"), flush=True)
-            self._forwarder.noise = b""
+        self._print_noise()
         if self._attaches and not self._noted:
             print("nbelastic: the agent is reached again", flush=True)
         self._noted = True

@@ -51,7 +51,6 @@ class Forwarder:
         self._queue = bytearray()  # for the ssh connection
         self._decoder = Decoder(begun=connect is None)
         self.received = 0  # bytes so far
-        self.noise = b""  # what a login shell has printed before the tunnel began
 
     @property
     def attached(self) -> bool:
@@ -154,10 +153,14 @@ class Forwarder:
                     return
         except TunnelError as error:
             self._lose(str(error))
-        else:
-            self.noise, self._decoder.noise = self.noise + self._decoder.noise, b""
+
+    def take_noise(self) -> bytes:
+        """What a login shell has printed before the tunnel began, or instead of it; once."""
+        noise, self._decoder.noise = self._decoder.noise, b""
+        return noise
 
     def _lose(self, reason: str, closed: bool = False) -> None:
+        self._decoder.end()
         self.detach()
         self._on_lost(reason, closed)
 

@@ -88,6 +88,11 @@ class Decoder:
         finally:
             del self._data[:begin]
 
+    def end(self) -> None:
+        """The stream has ended. If the preamble has not come, all was noise."""
+        if not self.begun:
+            self.noise, self._data = bytes(self._data), bytearray()
+
     def _find_preamble(self) -> bool:
         noise, found, rest = self._data.partition(PREAMBLE)
         if not found:

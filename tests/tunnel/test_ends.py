@@ -136,7 +136,7 @@ def test_an_agent_s_output_and_exit_code_arrive(machines):
     machines.agent()
     (machines.folder / "end").touch()
     assert tunnel.wait(20) == 7
-    assert machines.log().split("\n") == ["Welcome", "", "agent 1 runs", "agent 1 has its reason", ""]
+    assert machines.log().split("\n") == ["Welcome", "agent 1 runs", "agent 1 has its reason", ""]
 
 
 def test_an_agent_outlives_ssh_and_is_reached_again(machines):
@@ -197,8 +197,9 @@ def test_a_tunnel_ends_with_its_cluster(machines):
 
 def test_a_host_whose_program_fails_is_reported_with_its_exit_code(machines):
     """If no agent has started, the tunnel ends with ssh's exit code, which `explain_exit` explains."""
-    tunnel = machines.open(before="import sys; sys.exit(127)")
+    tunnel = machines.open(before="import sys; print('This account is not available'); sys.exit(127)")
     assert tunnel.wait(20) == 127
+    assert machines.log() == "This account is not available\n"
 
 
 def test_a_stopped_host_is_given_up_after_some_seconds(machines, monkeypatch):
