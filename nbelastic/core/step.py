@@ -70,6 +70,11 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     if cluster.script is not None or cluster.external_nodes:
         cluster = script_job.progress(before, cluster, now, out)
     cluster = reconfiguration.progress(backoff.release_held(cluster, now), now, out)
+    while cluster.disconnected:  # a stage that has just begun may need a host that receives no orders
+        connected = connections.progress(cluster, now, out)
+        if connected is cluster:
+            break
+        cluster = reconfiguration.progress(connected, now, out)
     if cluster.deferred_events and cluster.next_formation is None:
         cluster = worker_events.handle_deferred(cluster, now, out)
     cluster = stage_deadlines.update(backoff.release_held(cluster, now), now)
