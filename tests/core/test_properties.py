@@ -213,6 +213,7 @@ class EveryStory(AnyStory):
         assert not cluster.suspects
         assert not cluster.stopped, "workers that were asked to end have ended"
         assert not cluster.probing
+        assert not any(worker.breakpoint_at for worker in cluster.workers.values()), "no program waits in the debugger"
         assert all(host.phase in (HostPhase.UP, HostPhase.DRAINING) for host in cluster.hosts.values())
         if job is None:
             assert all(not fake.job for fake in story.fakes.values()), "a program of no job runs on"
