@@ -110,6 +110,7 @@ def remove_from_job(
     """Remove workers from the job and, unless `alive`, from the state. If one is a member, the generation breaks."""
     removed = frozenset(workers)
     lost_members = removed & cluster.member_set
+    held_state = any(w in cluster.workers and cluster.workers[w].has_state for w in removed)
     if not alive:
         cluster = _forget_workers(cluster, removed)
     cluster = without(cluster, removed, "awaiting", "newcomers", "starting", "leaving", "suspects")
@@ -117,6 +118,8 @@ def remove_from_job(
     if job is None or not lost_members:
         if cluster.next_formation is not None and not removed.isdisjoint(cluster.next_formation.members):
             cluster = generation_end.cancel_next(cluster, out)
+        if held_state and job is not None and not job.succeeded and not state_lives(cluster):
+            return _fail_without_state(cluster, why, now, out)
         return jobs.finish(cluster, now, out)
     cluster = with_members(cluster, tuple(w for w in cluster.members if w not in removed))
     if lost_members.issubset(job.ended):  # their programs have ended: nothing is lost with them
@@ -124,8 +127,12 @@ def remove_from_job(
     if job.succeeded:
         return generation_end.finish_after_success(cluster, job, why, now, out)
     if not state_lives(cluster):
-        return jobs.end(cluster, "failed", f"{why}; no worker is left that holds the training state", now, out)
+        return _fail_without_state(cluster, why, now, out)
     return cluster if cluster.stage is Stage.GATHERING else generation_end.break_generation(cluster, why, now, out)
+
+
+def _fail_without_state(cluster: ClusterState, why: str, now: float, out: Commands) -> ClusterState:
+    return jobs.end(cluster, "failed", f"{why}; no worker is left that holds the training state", now, out)
 
 
 def _forget_workers(cluster: ClusterState, ids: frozenset[WorkerId]) -> ClusterState:

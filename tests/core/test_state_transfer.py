@@ -97,3 +97,19 @@ def test_a_job_whose_survivors_all_hold_mixtures_fails_in_words():
     end = story.last(cmd.EndJob)
     assert end.outcome == "failed"
     assert "broke off halfway; no worker is left that holds the training state" in end.reason
+
+
+def test_the_job_fails_with_the_last_holder_of_the_state_though_it_is_no_member():
+    """A newcomer entered the next world, which broke before all had left the present one: it holds the state, and waits.
+
+    When the others are lost, and then it is, no worker may begin anew.
+    """
+    story = Story("a:1", "b:1", min=2, max=3, cooldown=(0.0, 0.0)).run().commit(3)
+    members = story.cluster.member_set
+    story.add("c:1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker in members))
+    story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed)
+    story.kill("b/0#1").hear(ev.WorkerReady, "a/0#1", "c/0#1").kill("a/0#1")
+    assert [str(w) for w in story.cluster.newcomers if story.cluster.workers[w].has_state] == ["c/0#1"]
+    story.kill("c/0#1").quiet(60.0)
+    assert story.job.outcome == "failed"
+    assert "c/0#1 died (SIGKILL); no worker is left that holds the training state" in story.job.reason
