@@ -21,7 +21,7 @@ from nbelastic.core.state import (
     with_worker,
     without,
 )
-from nbelastic.core.state_holders import assign_kept_state, keeper
+from nbelastic.core.state_holders import assign_kept_state, keeper, state_lives
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
@@ -184,6 +184,8 @@ def form(cluster: ClusterState, members: tuple[WorkerId, ...], now: float, out: 
         return with_reason(replace(cluster, too_few_since=None), reason, store_by)
     job = cluster.active
     assert job is not None
+    if not state_lives(cluster):  # its last holder was asked to end
+        return jobs.end(cluster, "failed", "no worker is left that holds the training state", now, out)
     if not job.backend:
         backend, problem = gpus.choose_back_end(cluster)
         if problem:

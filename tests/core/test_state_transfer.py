@@ -113,3 +113,16 @@ def test_the_job_fails_with_the_last_holder_of_the_state_though_it_is_no_member(
     story.kill("c/0#1").quiet(60.0)
     assert story.job.outcome == "failed"
     assert "c/0#1 died (SIGKILL); no worker is left that holds the training state" in story.job.reason
+
+
+def test_no_world_begins_anew_after_the_last_holder_was_asked_to_end():
+    """As above, but its host is removed: the job fails, with the reason, also while the process still ends."""
+    story = Story("a:1", "b:1", min=2, max=3, cooldown=(0.0, 0.0)).run().commit(3)
+    members = story.cluster.member_set
+    story.add("c:1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker in members))
+    story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed)
+    story.kill("b/0#1").hear(ev.WorkerReady, "a/0#1", "c/0#1").kill("a/0#1")
+    story.remove("c").answer(lambda e: not isinstance(e, ev.WorkerExited)).wait(5.0)
+    story.answer(lambda e: not isinstance(e, ev.WorkerExited))
+    assert story.job.outcome == "failed"
+    assert story.job.reason == "no worker is left that holds the training state"
