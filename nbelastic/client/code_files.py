@@ -40,12 +40,14 @@ class _Read(NamedTuple):
     imports: set[str]
 
 
+_contents: dict[Path, _Read] = {}  # of all clusters of this process
+
+
 class CodeFiles:
     """`folders`: the working folder, and others that the user has named."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         self._roots = tuple(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
-        self._read: dict[Path, _Read] = {}
         self._elsewhere: set[str] = set()  # folders outside, from which modules were imported
 
     def find(self, names: Iterable[str] = (), *, python_only: bool = False) -> Found:
@@ -73,19 +75,19 @@ class CodeFiles:
 
     def forget(self, path: Path) -> None:
         """Read this file again the next time."""
-        self._read.pop(path, None)
+        _contents.pop(path, None)
 
     def _content(self, path: Path) -> _Read:
         """The file's hash and imports, from the last time if the file has not changed. OSError if it cannot be read."""
         status = path.stat()
         key = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
-        known = self._read.get(path)
+        known = _contents.get(path)
         if known is None or known.key != key:
             data = path.read_bytes()
             imports = names_in_text(data.decode("utf-8", errors="replace")) if path.suffix == ".py" else set[str]()
             known = _Read(key, sha256(data).hexdigest(), imports)
             if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > SETTLED:
-                self._read[path] = known
+                _contents[path] = known
         return known
 
 
@@ -100,11 +102,12 @@ class _Search:
         self._new: list[Path] = []
         self.files: set[tuple[Path, Path]] = set()  # each with the folder from which it is imported
         self.sizes: dict[Path, int] = {}
+        self._total = 0  # bytes
         self.ignored: list[Path] = []
 
     @property
     def is_too_much(self) -> bool:
-        return len(self.sizes) > MAX_FILES or sum(self.sizes.values()) > MAX_SIZE
+        return len(self.sizes) > MAX_FILES or self._total > MAX_SIZE
 
     def order(self, folder: Path) -> int:
         return self._folders.index(folder)
@@ -179,6 +182,7 @@ class _Search:
         if (folder, path) not in self.files and not self.is_too_much:
             self.files.add((folder, path))
             self.sizes[path] = path.stat().st_size
+            self._total += self.sizes[path]
             self._new.append(path)
 
     def _files_in(self, folder: Path) -> Iterator[Path]:

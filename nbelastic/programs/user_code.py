@@ -23,6 +23,8 @@ from nbelastic.protocol.code_messages import Code, PlacedCode
 from nbelastic.system.folder_paths import placed_code
 from nbelastic.worker.interrupts import ProgramReplaced
 
+INSTALLED = {"site-packages", "dist-packages"}  # folders of packages
+
 
 class UserCode:
     """For the main thread. `folder`: where the host's agent says where the versions are.
@@ -84,16 +86,16 @@ class UserCode:
 
 
 def own_modules() -> dict[str, str]:
-    """The hashes of all modules that this process has imported from outside of the Python installation, by module."""
-    installed = tuple(os.path.realpath(each) + os.sep for each in (sys.prefix, sys.base_prefix))
+    """The hashes of the modules that this process has imported and that are not of an installed package, by module."""
+    standard = os.path.dirname(os.__file__) + os.sep
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name.partition(".")[0] != "nbelastic":
-            real = os.path.realpath(file)
-            if not real.startswith(installed):
-                with contextlib.suppress(OSError):
-                    found[name] = sha256(Path(real).read_bytes()).hexdigest()
+        if not isinstance(file, str) or file.startswith(standard) or name.partition(".")[0] == "nbelastic":
+            continue
+        if not INSTALLED.intersection(file.split(os.sep)):
+            with contextlib.suppress(OSError):
+                found[name] = sha256(Path(file).read_bytes()).hexdigest()
     return found
 
 

@@ -40,6 +40,7 @@ def make(tmp_path: Path, backend: str) -> Iterator[Callable[..., nbe.Cluster]]:
     def start(hosts: str | None = "localhost:3", **options: Any) -> nbe.Cluster:
         logs = tmp_path / f"logs{len(started)}"
         options = {"cooldown": (0, 0), "stop_timeout": 5, "log_dir": logs, **CLUSTERS[backend], **options}
+        options.setdefault("code_sync", False)  # the folder `tests` has 400 files, which each first job would send
         wait = options.pop("wait", True)
         cluster = nbe.Cluster(hosts, **options)
         started.append(cluster)
