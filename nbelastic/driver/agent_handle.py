@@ -20,6 +20,7 @@ class AgentHandle:
         self.local_slots = 0  # the same if the host is this machine, else 0
         self.rehome: messages.Rehome | None = None  # the newest address of its workers, if that has changed
         self.launch: asyncio.Task[None] | None = None
+        self.returned = False  # an earlier driver knew that Kubernetes ends its pod
         self.disconnected_at = 0.0  # when its connection ended last
 
     def kill(self) -> None:

@@ -20,6 +20,7 @@ from nbelastic.driver.agent_handle import AgentHandle
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.dependencies import Dependencies, MessageServer
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
+from nbelastic.driver.pod_hosts import announced_ends, returns
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.worker_spawner import WorkerSpawner
 from nbelastic.protocol import agent_messages, messages
@@ -107,7 +108,7 @@ class Agents:
         self.tcp_proxies.adopt(saved.proxied_endpoints, saved.proxies)
         for host, old in saved.agents.items():
             handle = self._handles[host] = AgentHandle(host, old.number)
-            handle.driver_address, handle.rehome = old.driver_address, old.rehome
+            handle.driver_address, handle.rehome, handle.returned = old.driver_address, old.rehome, old.returns
             handle.slots = next((h.spec.slots for h in saved.cluster.hosts if h.spec.name == host), 0)
             handle.local_slots = 0 if old.driver_address else handle.slots
             on_stop = partial(self._agent_ended, host, handle)
@@ -128,10 +129,9 @@ class Agents:
         """Take over an agent behind a tunnel, which may have ended meanwhile."""
         host = handle.host
         spec = next((h.spec for h in saved.cluster.hosts if h.spec.name == host), HostSpec(host, 1))
-        on_stop, on_disconnect = partial(self._agent_ended, host, handle), partial(self._disconnected, host, handle)
-        agent = tunnelled_agent(
-            spec, self._settings, number=handle.number, on_stop=on_stop, on_disconnect=on_disconnect
-        )
+        calls = {"on_stop": partial(self._agent_ended, host, handle)}
+        calls["on_disconnect"] = partial(self._disconnected, host, handle)
+        agent = tunnelled_agent(spec, self._settings, number=handle.number, **calls)
         agent.adopt(process, {**self._config(spec, "", handle), "driver": self._server.address, "threads": ""})
         return agent
 
@@ -139,7 +139,8 @@ class Agents:
         """The agents that run, for the driver snapshot."""
         return {
             host: SavedAgent(
-                handle.number, handle.agent.process, handle.driver_address, handle.rehome, handle.agent.job
+                *(handle.number, handle.agent.process, handle.driver_address, handle.rehome),
+                *(handle.agent.job, returns(handle.agent, handle.returned)),
             )
             for host, handle in self._handles.items()
             if handle.agent is not None
@@ -158,16 +159,9 @@ class Agents:
                 if isinstance(handle.agent, BatchJobAgent | PodAgent | PodTunnel)
                 and handle.peer not in self._server.heard_at
             }
-            self._post_notices()
+            for event in announced_ends({host: handle.agent for host, handle in self._handles.items()}):
+                self._post(event)
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
-
-    def _post_notices(self) -> None:
-        """Let workers leave pods that will end. Agents report the SIGTERM themselves, but not how much time is left."""
-        for host, handle in self._handles.items():
-            notice = handle.agent.take_notice() if isinstance(handle.agent, PodAgent | PodTunnel) else None
-            if notice is not None:
-                within = None if notice.at is None else max(0.0, notice.at - time.monotonic())
-                self._post(ev.HostRemoved(host, by=notice.why, within=within))
 
     async def watch_tcp_proxies(self) -> None:
         """Replace TCP proxies that have ended or are stopped, until cancelled."""
@@ -348,7 +342,14 @@ class Agents:
 
     def _post_loss(self, host: str, handle: AgentHandle | None, reason: str, silence: float = 0.0) -> None:
         self._post(ev.AgentLost(host, reason, silence, handle.number if handle is not None else 0))
-        if handle is not None and isinstance(handle.agent, PodAgent | PodTunnel) and handle.agent.returns:
+        self._add_again(host, handle)
+
+    def give_up(self, host: str) -> None:
+        """Kill an agent that has not reported to this new driver."""
+        self._add_again(host, self.kill(host))
+
+    def _add_again(self, host: str, handle: AgentHandle | None) -> None:
+        if handle is not None and returns(handle.agent, handle.returned):
             self._post(ev.HostAdded(HostSpec(host, handle.slots), "Kubernetes", by_hand=False))
 
     def _disconnected(self, host: str, handle: AgentHandle, reason: str) -> None:
@@ -363,21 +364,21 @@ class Agents:
 
     def lose(self, host: str, reason: str, silence: float = 0.0) -> None:
         """Kill an agent that is lost or unusable, and post its loss."""
-        handle = self._handles.get(host)
-        self.kill(host)
-        self._post_loss(host, handle, reason, silence)
+        self._post_loss(host, self.kill(host), reason, silence)
 
     def is_superseded(self, event: ev.Event) -> bool:
-        """Whether the host's next agent was started before the loss of this one was decided on."""
+        """Whether the host's next agent was started, or its connection was opened, before this was decided on."""
         if not isinstance(event, ev.AgentLost | HostDisconnected):
             return False
         handle = self._handles.get(event.host)
-        return event.number > 0 and handle is not None and handle.number != event.number
+        replaced = event.number > 0 and handle is not None and handle.number != event.number
+        return replaced or (isinstance(event, HostDisconnected) and self.has_reconnected(event.host))
 
-    def kill(self, host: str) -> None:
+    def kill(self, host: str) -> AgentHandle | None:
         """Kill the host's agent, if there is one, and forget it without an event."""
         handle = self._handles.pop(host, None)
         self._telemetry.host_samples.pop(host, None)
         if handle is not None:
             self._server.forget(handle.peer)
             handle.kill()
+        return handle

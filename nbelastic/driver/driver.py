@@ -251,7 +251,7 @@ class Driver:
             if w not in reports.workers:
                 self._components.workers.expect(w)
         for host in previous.agents.keys() - reports.agents.keys() - hosts_with_queued_jobs(previous):
-            self._components.agents.kill(host)
+            self._components.agents.give_up(host)
         for command in commands:
             self._components.executor.execute(command, now)
         self._decisions.set_deadline_timer(now)

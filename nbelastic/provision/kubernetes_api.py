@@ -141,7 +141,10 @@ async def _errors_in_words(what: str) -> AsyncIterator[None]:
         raise
     except TimeoutError:
         raise ApiError(f"the Kubernetes API has not answered within {TIMEOUT:g} s ({what})") from None
-    except Exception as error:  # noqa: BLE001  (of kr8s, httpx, ssl, and of programs that make credentials)
+    except Exception as problem:  # noqa: BLE001  (of kr8s, httpx, ssl, and of programs that make credentials)
+        error = problem
+        while isinstance(error, ExceptionGroup):  # of anyio's
+            error = error.exceptions[0]
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", 0)
         text = " ".join(str(error).partition("For more information check")[0].split()) or type(error).__name__

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
+CLEAN_END = "its pod ended with exit code 0"
 MOST_TEXT = 300  # characters of a message that are shown
 # Reasons for which a container waits that do not pass by themselves, and what to do. A first failed pull may be a
 # registry that is busy: the kubelet tries again, and reports ImagePullBackOff then.
@@ -119,8 +120,6 @@ def _end(status: Mapping[str, Any]) -> str:
         code, last = ended.get("exitCode"), "; ".join(str(ended.get("message") or "").strip().splitlines()[-5:])
         if "No module named 'nbelastic'" in last:
             return "nbelastic is not installed in its image: install it there, or name another Python with --python"
-        if code == 0:  # as the driver has asked it to, or as it has received nothing from the driver
-            return "its agent has ended: if it had not connected, a NetworkPolicy may forbid that"
         reason = f" ({ended['reason']})" if ended.get("reason") not in (None, "Error", "Completed") else ""
         return f"its pod ended with exit code {code}{reason}" + (f": {last[-MOST_TEXT:]}" if code and last else "")
     return "its pod has ended"

@@ -53,6 +53,8 @@ class PodTunnel:
         """Take over a pod that another driver has made, and the tunnel's process if there was one."""
         self._config, self._adopted = config, process
         self._pod.adopt(self._pod.job)
+        if process:  # it ran: an API that does not answer now must not delay the next connection
+            self._on_running()
 
     def kill(self) -> None:
         if self._agent is not None:
@@ -66,6 +68,8 @@ class PodTunnel:
         return self._pod.take_notice()
 
     def _on_running(self) -> None:
+        if self._agent is not None:
+            return
         self._agent = self._open_tunnel(self._pod.job, self._on_agent_stop)
         if self._adopted:
             self._agent.adopt(self._adopted, self._config)

@@ -19,7 +19,7 @@ from nbelastic.protocol.settings import Settings
 from nbelastic.provision import pod_manifest
 from nbelastic.provision.kubernetes_api import ApiError, KubernetesApi, own_namespace
 from nbelastic.provision.pod_manifest import PodOptions
-from nbelastic.provision.pod_states import PodView, view
+from nbelastic.provision.pod_states import CLEAN_END, PodView, view
 from nbelastic.provision.ssh import AGENT
 from nbelastic.system.backoff import Backoff
 
@@ -27,6 +27,7 @@ WAITING = "from nbelastic.agent.pod import main; main()"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between two tries while the API does not answer
 CORDON_POLL = 5.0  # seconds between two looks at which nodes are cordoned
 ADOPTED_START = 600.0  # seconds for the start of a pod whose driver was killed perhaps before it made the pod's Secret
+UNCONNECTED = 5.0  # seconds since the driver has asked for the state: its agent has not connected then
 KILL_GRACE = 1  # seconds between SIGTERM and SIGKILL of a pod that is killed; 0 would not wait for the kubelet
 CLOSE_TIMEOUT = 8.0  # seconds for the deletions when the cluster stops
 FORBIDDEN, GONE, EXPIRED = 403, 404, 410  # HTTP
@@ -198,7 +199,7 @@ class PodAgent:
         self._creation: asyncio.Task[None] | None = None
         self._announced: Notice | None = None  # the announcement that counts
         self._untaken: Notice | None = None  # the same, until it was taken
-        self._must_run_by = math.inf
+        self._must_run_by, self._asked_at = math.inf, -math.inf
         self._ended = False
         self._waits, self._on_running = on_running is not None, on_running
 
@@ -218,7 +219,11 @@ class PodAgent:
         self._end("its pod was deleted")
 
     async def state(self) -> str:
-        """The pod's state for people, as `queued (0/3 nodes are available …)` or `running on node7`."""
+        """The pod's state for people, as `queued (0/3 nodes are available …)` or `running on node7`.
+
+        The driver asks for it while the agent has not connected.
+        """
+        self._asked_at = time.monotonic()
         return "; ".join(filter(None, (self.view.state, self._pods.problem)))
 
     @property
@@ -242,7 +247,9 @@ class PodAgent:
             self._end(self._announced.why if self._announced else "its pod is gone")
             return
         self.view = view(found)
-        if self.view.ended:
+        if self.view.ended == CLEAN_END and time.monotonic() < self._asked_at + UNCONNECTED:
+            self._end(f"{self.view.ended}, and its agent had not connected: a NetworkPolicy may forbid that")
+        elif self.view.ended:
             self._end(self.view.ended)
         elif self.view.is_starting and time.monotonic() > self._must_run_by:
             self._end(f"its pod has not started within {ADOPTED_START:g} s: {self.view.state}")

@@ -186,7 +186,7 @@ def test_a_pod_that_waits_says_why(pod, state):
         ),
         (
             reported("Succeeded", container={"terminated": {"exitCode": 0}}),
-            "its agent has ended: if it had not connected, a NetworkPolicy may forbid that",
+            "its pod ended with exit code 0",
         ),
         (
             reported(node="n1", container={"waiting": {"reason": "InvalidImageName", "message": "no"}}),
