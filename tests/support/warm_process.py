@@ -157,6 +157,8 @@ class Server:
         self._agents[pid] = pidfd, waiting
 
         def agent_ended() -> None:
+            if pid not in self._agents:  # both have ended, and select() has reported both at once
+                return
             _, status = os.waitpid(pid, 0)
             for one in self._agents.pop(pid):
                 self._selector.unregister(one)
