@@ -28,6 +28,10 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
         return cluster
     before = cluster
     match event:
+        case ev.HostAdded(host=spec, by_hand=False) if (
+            spec.name in cluster.hosts
+        ):  # it is tried again, after its back-off
+            return cluster
         case ev.HostAdded(host=spec, by=by, by_hand=by_hand):
             cluster = replace(cluster, removed_hosts=cluster.removed_hosts - {spec.name})
             cluster = host_lifecycle.add(cluster, spec, now, out, by=by or "discovery", by_hand=by_hand)

@@ -115,7 +115,7 @@ class Agents:
             if old.job and not self._settings.tunnels:
                 handle.agent = batch = job_agent(host, self._settings, on_stop, old.number)
                 batch.adopt(old.job)
-            elif old.is_tunnelled:
+            elif self._settings.tunnels and old.driver_address:
                 handle.agent = self._adopt_tunnelled(saved, handle, old.process)
                 self._watch_end(handle, old.process)
             else:

@@ -38,7 +38,7 @@ class SavedAgent(msgspec.Struct, frozen=True):
 
     @property
     def is_tunnelled(self) -> bool:
-        return bool(self.driver_address) and not self.job
+        return bool(self.driver_address) and (not self.job or bool(self.process))
 
 
 class SavedJob(msgspec.Struct, frozen=True):

@@ -51,12 +51,12 @@ def view(pod: Mapping[str, Any]) -> PodView:
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     node = spec.get("nodeName", "")
     ready = conditions.get("Ready", {}).get("status") == "True"
+    within, why = _notice(pod, conditions)
     if status.get("phase") in ("Succeeded", "Failed"):
-        return PodView(ended=_end(status), node=node)
+        return PodView("", _end(status), within, why, node)
     hopeless = _hopeless(spec, status)
     if hopeless:
-        return PodView(ended=hopeless, node=node)
-    within, why = _notice(pod, conditions)
+        return PodView("", hopeless, within, why, node)
     return PodView(_state(status, conditions, node), "", within, why, node, ready)
 
 

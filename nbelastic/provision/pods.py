@@ -200,7 +200,7 @@ class PodAgent:
         self._announced: Notice | None = None  # the announcement that counts
         self._untaken: Notice | None = None  # the same, until it was taken
         self._must_run_by, self._asked_at = math.inf, -math.inf
-        self._ended = False
+        self._ended = self._gone = False
         self._waits, self._on_running = on_running is not None, on_running
 
     def start(self, config: Mapping[str, Any]) -> None:
@@ -229,7 +229,7 @@ class PodAgent:
     @property
     def returns(self) -> bool:
         """Whether Kubernetes has ended the pod, and not the user: the host gets another pod, elsewhere."""
-        return self._announced is not None
+        return self._announced is not None or self._gone
 
     def take_notice(self) -> Notice | None:
         """The announcement of the pod's end, the first time."""
@@ -244,9 +244,12 @@ class PodAgent:
     def update(self, found: Mapping[str, Any] | None) -> None:
         """The API reports this of the pod; None: there is no such pod any more."""
         if found is None:
+            self._gone = True
             self._end(self._announced.why if self._announced else "its pod is gone")
             return
         self.view = view(found)
+        if self.view.leaves_within is not None:
+            self.announce(Notice(self.view.why, time.monotonic() + self.view.leaves_within))
         if self.view.ended == CLEAN_END and time.monotonic() < self._asked_at + UNCONNECTED:
             self._end(f"{self.view.ended}, and its agent had not connected: a NetworkPolicy may forbid that")
         elif self.view.ended:
@@ -256,8 +259,6 @@ class PodAgent:
         if self.view.is_running and self._on_running is not None and not self._ended:
             on_running, self._on_running = self._on_running, None
             on_running()
-        if self.view.leaves_within is not None:
-            self.announce(Notice(self.view.why, time.monotonic() + self.view.leaves_within))
 
     async def _create(self, config: Mapping[str, Any]) -> None:
         pods, settings = self._pods, self._settings

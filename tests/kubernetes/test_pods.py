@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from msgspec.structs import replace
@@ -13,6 +14,8 @@ from tests.driver.fakes import settings_for
 from tests.kubernetes.fake_kubelet import IMAGE
 from tests.support.waiting import until_async
 
+# After a refusal kr8s makes another session, and leaves the connections of the one before to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 CONFIG = {"settings": {"slots": "1"}, "keys": {"secret": "not-to-be-seen"}}
 
 
@@ -62,6 +65,7 @@ def run(story):
             await close_pods()
 
     asyncio.run(whole())
+    gc.collect()
 
 
 def test_a_pod_is_created_and_deleted(nodes, settings):
