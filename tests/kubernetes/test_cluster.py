@@ -168,6 +168,7 @@ def test_another_driver_takes_over_the_pods(nodes, trains):
     training.finish()
 
 
+@pytest.mark.soak
 def test_pods_that_cannot_connect_to_the_notebook(nodes, trains):
     """From a laptop agents are reached through the API. An evicted pod leaves before; no Secret is made, and all is deleted."""
     training = trains("one:1,two:1", launcher_options={"connect": "exec"})

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbelastic.provision import launchers, ssh
+from nbelastic.provision import process_agent, ssh
 from tests.support import startup, warm_process
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ class WarmProcess:
             )
         self.pid = self._process.pid
         assert self._process.stdout.readline() == b"ready\n", "the warm process has ended; its error is above"
-        launchers.Popen = WarmPopen
+        process_agent.Popen = WarmPopen
 
     def use(self, used: bool) -> None:
         """From now on agents are forks, or not."""
@@ -67,7 +67,7 @@ class WarmProcess:
 
     def end(self) -> None:
         self.use(False)
-        launchers.Popen = subprocess.Popen
+        process_agent.Popen = subprocess.Popen
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
