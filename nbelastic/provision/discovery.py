@@ -133,7 +133,8 @@ def find_discovery(text: str, slots: int | None, default: int = 1) -> HostDiscov
     """The discovery of `--discover TEXT`: an entry point of the group `nbelastic.discovery`, else a script's path.
 
     An entry point is called with `slots`, which is None if the user gave no number. `name:rest` calls it with `rest`, too.
-    A script's lines without a number get `slots`, else `default`. An entry point takes precedence over a script of the same name, which is `./name`.
+    A script's lines without a number get `slots`, else `default`. An entry point takes precedence over a script of the same
+    name, which is `./name`.
     UsageError if the text is neither, or if the entry point cannot be loaded.
     """
     installed = entry_points(group=GROUP)

@@ -11,7 +11,7 @@ import nbelastic as nbe
 from nbelastic.core.step import step
 from nbelastic.driver import decisions
 from nbelastic.protocol import events as ev
-from nbelastic.provision import launchers
+from nbelastic.provision import process_agent
 from nbelastic.system.processes import kill_group
 from tests.process import programs
 from tests.support import driver_thread
@@ -43,6 +43,6 @@ def test_a_training_goes_on_without_decisions(make, tmp_path, monkeypatch):
     until(lambda: time.monotonic() > end and cluster.status().step > made + 20)
     assert {worker.pid for worker in cluster.workers} == pids
     assert [event.kind for event in cluster.events if event.kind in ("worker-lost", "host-lost")] == []
-    monkeypatch.setattr(launchers, "kill_group", lambda pid: threading.Timer(0.5, kill_group, [pid]).start())
+    monkeypatch.setattr(process_agent, "kill_group", lambda pid, _: threading.Timer(0.5, kill_group, [pid]).start())
     cluster.stop()
     assert not leftovers()

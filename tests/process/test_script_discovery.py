@@ -334,7 +334,7 @@ def test_an_installed_discovery_by_its_name(monkeypatch, tmp_path, script):
         assert hosts_of(discovery.find_discovery("cloud", 2)) == ["cloud1:2"]
         assert hosts_of(discovery.find_discovery("cloud", None, 4)) == ["cloud1:8"]
         assert hosts_of(discovery.find_discovery("./cloud", None, 4)) == ["a:1"]
-        with pytest.raises(nbe.UsageError, match=r"\(cloud, slurm\)"):
+        with pytest.raises(nbe.UsageError, match=r"\(cloud, kubernetes, slurm\)"):
             discovery.find_discovery("clod", 1)
 
 
