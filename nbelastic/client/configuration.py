@@ -80,7 +80,7 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     name = given["name"] or f"nbelastic-{os.getpid()}-{next(_numbers)}"
     run_folder = RunFolder(name)
     default_slots = slots or _default_slots(given)
-    if launcher != SSH and hosts is None and discovery is None:
+    if launcher not in (SSH, KUBERNETES) and hosts is None and discovery is None:
         hosts = _job_names(given["min"] if given["max"] is None else given["max"], given["spares"], default_slots)
     source = source_of(discovery, hosts, slots, default_slots)
     settings = _settings(given, run_folder, source)
