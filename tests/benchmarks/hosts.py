@@ -145,6 +145,7 @@ def kill_one(cluster: nbe.Cluster) -> float:
     at = time.time()
     os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: all(w.id != worker.id for w in cluster.workers), LONG)
+    time.sleep(1)  # the others make steps
     return at
 
 
