@@ -139,14 +139,19 @@ def test_the_end_of_the_notebooks_pod_ends_all(nodes, settings, tmp_path, monkey
     run(story)
 
 
+async def two_that_run(settings):
+    one, two = Observed(settings(), "one", 1), Observed(settings(), "two", 2)
+    for each in (one, two):
+        each.agent.start(CONFIG)
+        await each.runs()
+    return one, two
+
+
 def test_an_outage_of_the_api(nodes, settings):
     """Agents are not disturbed; the state says what is wrong. What happened meanwhile is seen later."""
 
     async def story():
-        one, two = Observed(settings(), "one", 1), Observed(settings(), "two", 2)
-        for each in (one, two):
-            each.agent.start(CONFIG)
-            await each.runs()
+        one, two = await two_that_run(settings)
         nodes.api.down()
         await until_async(lambda: "the Kubernetes API cannot be used" in pods.pods_of(settings()).problem)
         assert "running on node" in await one.agent.state()
@@ -207,10 +212,7 @@ def test_another_driver_adopts_a_pod(nodes, settings):
     """It knows the pod by its name: one that runs, and one that has gone meanwhile."""
 
     async def first():
-        one, two = Observed(settings(), "one", 1), Observed(settings(), "two", 2)
-        for each in (one, two):
-            each.agent.start(CONFIG)
-            await each.runs()
+        one, two = await two_that_run(settings)
         await close_pods()  # nothing is deleted, as when the driver is killed
         return one.pod, two.pod
 
