@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.system import open_files
+from nbelastic.system.first_line import read_first_line
 
 TEMPLATE = "nbelastic.programs.template"  # by name: the agent must not import it
 
@@ -50,17 +51,12 @@ def _from_file(path: Path) -> bytes:
 
 def _from_stdin() -> tuple[bytes, int]:
     """The first line, and a descriptor that becomes readable when the standard input ends."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)  # one byte: any further input must stay unread
-        if not byte:
-            sys.exit("the standard input has ended without a configuration")
-        line += byte
+    line = read_first_line()
     parent_pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # workers inherit it
     os.close(nothing)
-    return bytes(line), parent_pipe
+    return line, parent_pipe
 
 
 def _set_up_process(settings: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.backoff import Backoff
 from nbelastic.system.driver_lease import DriverLease
+from nbelastic.system.engine_ports import engine_ports
 from nbelastic.system.process_identity import identity, is_alive, pid_of
 from nbelastic.system.processes import is_stopped, kill_group
 
@@ -165,11 +166,12 @@ class ProxySet:
             return connection
         if (address, connection) not in self._endpoints:
             info = json.loads(connection)
-            ports = {name: value for name, value in info.items() if isinstance(value, int | list)}
-            flat = [port for value in ports.values() for port in (value if isinstance(value, list) else [value])]
-            opened = self._proxy(address).open(flat)
-            for name, value in ports.items():
-                info[name] = [opened[port] for port in value] if isinstance(value, list) else opened[value]
+            opened = self._proxy(address).open(engine_ports(connection))
+            for name, value in info.items():
+                if isinstance(value, list):
+                    info[name] = [opened[port] for port in value]
+                elif isinstance(value, int):
+                    info[name] = opened[value]
             info["interface"] = f"tcp://{bracketed(address)}"
             self._endpoints[address, connection] = json.dumps(info)
         return self._endpoints[address, connection]

@@ -23,6 +23,7 @@ from typing import Any
 
 from nbelastic.protocol.exit_codes import AGENT_GONE
 from nbelastic.system import open_files, tunnel_folder
+from nbelastic.system.first_line import read_first_line
 from nbelastic.system.folder_paths import process_folder
 from nbelastic.system.processes import kill_group
 from nbelastic.tunnel.forwarder import Forwarder
@@ -36,7 +37,7 @@ END_TIMEOUT = 20.0  # seconds in which an agent that must end has ended; then it
 def main(run_agent: Callable[[], None]) -> None:
     """Read the configuration, and start the agent (`run_agent` in a child) or attach to it."""
     open_files.raise_limit()
-    config = json.loads(_first_line())
+    config = json.loads(read_first_line())
     os.environ.update(config["environment"])  # it may name the folder for temporary files
     if config.pop("attach"):
         sys.exit(_attach(config))
@@ -55,16 +56,6 @@ def main(run_agent: Callable[[], None]) -> None:
         child.configure({**config, "tunnel": str(folder), "towards": towards})
         code = host.run()
     sys.exit(code if code >= 0 else 128 - code)
-
-
-def _first_line() -> bytes:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)  # one byte: the rest belongs to the tunnel
-        if not byte:
-            sys.exit("the standard input has ended without a configuration")
-        line += byte
-    return bytes(line)
 
 
 def _attach(config: dict[str, Any]) -> int:
