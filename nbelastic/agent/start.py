@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import signal
 import sys
-from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ TEMPLATE = "nbelastic.programs.template"  # by name: the agent must not import i
 def main() -> None:
     """Read the configuration, start the template, and run the agent.
 
-    The configuration contains keys. It is the first line of the standard input, whose end ends the agent. A batch system
-    offers no standard input: there the variable `NBELASTIC_AGENT` names a file of mode 0600.
+    The configuration contains keys. It is the first line of the standard input, whose end ends the agent.
     """
-    file = os.environ.pop("NBELASTIC_AGENT", None)
-    config, parent_pipe = (_from_file(Path(file)), -1) if file else _from_stdin()
+    config, parent_pipe = _from_stdin()
     settings = json.loads(config)
     _set_up_process(settings)
     os.environ["NBELASTIC_AGENT_PID"] = str(
@@ -39,14 +36,6 @@ def main() -> None:
     from nbelastic.agent import agent
 
     agent.run(config, parent_pipe)
-
-
-def _from_file(path: Path) -> bytes:
-    """Read the file, and remove it: no other process needs the keys."""
-    config = path.read_bytes()
-    with suppress(OSError):
-        path.unlink()
-    return config
 
 
 def _from_stdin() -> tuple[bytes, int]:

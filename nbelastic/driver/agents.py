@@ -34,7 +34,8 @@ from nbelastic.provision.pod_tunnel import PodTunnel
 from nbelastic.provision.pods import PodAgent, close_pods
 from nbelastic.provision.process_agent import AdoptedAgent
 from nbelastic.provision.tcp_proxy import ProxySet
-from nbelastic.provision.tunnel_ports import TunnelPorts
+from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
+from nbelastic.system.addresses import bracketed
 from nbelastic.system.engine_ports import engine_ports
 from nbelastic.system.fault_handling import Report
 from nbelastic.system.folder_paths import batch_folder
@@ -75,7 +76,7 @@ class Agents:
         self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
         self._none_runs = asyncio.Event()
         self.started_count = 0
-        self.tcp_proxies = ProxySet(settings.driver_lease, self._expected_workers)
+        self.tcp_proxies = ProxySet(ports_file(settings.run_folder), settings.driver_lease, self._expected_workers)
         self._tunnel_ports = TunnelPorts(settings.run_folder)
         self.spawner = WorkerSpawner(
             settings,
@@ -105,7 +106,7 @@ class Agents:
     async def adopt(self, saved: DriverSnapshot) -> None:
         """Take over the agents and the controller of the previous driver. Events report those that have ended."""
         self.started_count = saved.agents_started
-        self.tcp_proxies.adopt(saved.proxied_endpoints, saved.proxies)
+        self.tcp_proxies.adopt(saved.proxies)
         for host, old in saved.agents.items():
             handle = self._handles[host] = AgentHandle(host, old.number)
             handle.driver_address, handle.rehome, handle.returned = old.driver_address, old.rehome, old.returns
@@ -132,7 +133,7 @@ class Agents:
         calls = {"on_stop": partial(self._agent_ended, host, handle)}
         calls["on_disconnect"] = partial(self._disconnected, host, handle)
         agent = tunnelled_agent(spec, self._settings, number=handle.number, **calls)
-        agent.adopt(process, {**self._config(spec, "", handle), "driver": self._server.address, "threads": ""})
+        agent.adopt(process, self._config(spec, "", handle))
         return agent
 
     def saved(self) -> dict[str, SavedAgent]:
@@ -169,7 +170,7 @@ class Agents:
             await asyncio.sleep(PROXY_CHECK_INTERVAL)
             for address in self.tcp_proxies.restart_dead():
                 text = f"the TCP proxy at {address} had ended or was stopped; nbelastic started it again"
-                self._record(cmd.Record("gate-started", text))
+                self._record(cmd.Record("proxy-started", text))
 
     def execute(
         self,
@@ -194,9 +195,10 @@ class Agents:
         if host in self._handles:
             self._server.send(self._handles[host].peer, message)
 
-    def proxied_address(self, driver_address: str, endpoint: str) -> str:
-        """The endpoint at `driver_address` through which other machines reach a loopback endpoint of this machine."""
-        return self.tcp_proxies.proxied_endpoint(driver_address, endpoint)
+    def proxied_address(self, driver_address: str) -> str:
+        """The endpoint at `driver_address` through which other machines reach the driver's server."""
+        port = self.tcp_proxies.port(driver_address, self._server.address)
+        return f"tcp://{bracketed(driver_address)}:{port}"
 
     def driver_address_for(self, host: str) -> str:
         """The driver's address as the host reaches it; empty if the host is the same machine."""
@@ -246,21 +248,22 @@ class Agents:
         """Locate the host and start its agent there."""
         try:
             local, handle.driver_address = await self._dependencies.locate(spec, self._settings.launcher)
+            config = self._config(spec, local, handle)
             if local:
                 handle.local_slots = spec.slots  # all local hosts share this machine's cores
                 slots = sum(each.local_slots for each in self._handles.values())
-                threads, driver = str(max(1, (os.cpu_count() or 1) // slots)), self._server.address
-            elif self._settings.tunnels:
-                threads, driver = "", self._server.address
-                self._tunnel_ports.open([int(driver.rpartition(":")[2])])
+                config["threads"] = str(max(1, (os.cpu_count() or 1) // slots))
             else:
-                threads, driver = "", self.proxied_address(handle.driver_address, self._server.address)
+                self._tunnel_ports.open([int(self._server.address.rpartition(":")[2])])
+                if not self._settings.tunnels:
+                    port = self.tcp_proxies.port(handle.driver_address, self._server.address)
+                    config["dial"] = (handle.driver_address, port)
             on_stop = partial(self._agent_ended, spec.name, handle)
             on_disconnect = partial(self._disconnected, spec.name, handle)
             agent = self._dependencies.agent_for(
                 spec, local, self._settings, number=handle.number, on_stop=on_stop, on_disconnect=on_disconnect
             )
-            agent.start({**self._config(spec, local, handle), "driver": driver, "threads": threads})
+            agent.start(config)
         except Exception as error:  # noqa: BLE001  (no ssh here, or any error of a launcher: the host shows it)
             handle.launch = None
             self._agent_ended(spec.name, handle, f"its agent cannot be started: {error}")
@@ -277,6 +280,8 @@ class Agents:
             "number": handle.number,
             "cluster": settings.number,
             "towards": handle.driver_address,
+            "driver": self._server.address,
+            "threads": "",
             "keys": msgspec.to_builtins(self._keys.for_clients()),
             "driver_lease": settings.driver_lease if local else None,
             "lease": settings.lease,
@@ -303,9 +308,7 @@ class Agents:
         """Have a host's agent start a worker. `connection`: of ipyparallel's controller."""
         handle = self._handles.get(command.worker.host)
         if handle is not None:
-            if not self._settings.tunnels:
-                connection = self.tcp_proxies.proxied_connection(handle.driver_address, connection)
-            elif handle.driver_address:
+            if handle.driver_address:
                 self._tunnel_ports.open(engine_ports(connection))
             self._server.send(handle.peer, agent_messages.Spawn(command.worker, str(log_dir), connection, command.gpu))
 

@@ -42,7 +42,7 @@ class ConnectionFiles:
         try:
             driver_address = await driver_address_towards(host) if host is not None else ""
             if driver_address:
-                address = self._agents.proxied_address(driver_address, address)
+                address = self._agents.proxied_address(driver_address)
                 name = f"cluster-{driver_address.replace(':', '_')}.json"
                 self._post(ev.ExternalAccessOpened(driver_address))
             path = settings.run_folder / name

@@ -75,7 +75,6 @@ class DriverSnapshot(msgspec.Struct, frozen=True):
     agents: dict[str, SavedAgent] = {}
     controller: str = ""
     proxies: tuple[SavedProxy, ...] = ()
-    proxied_endpoints: tuple[tuple[str, str, str], ...] = ()
     agents_started: int = 0  # so far
     submitted: int = 0  # jobs so far
     processes: tuple[str, ...] = ()  # all on this machine that outlive the driver

@@ -128,7 +128,6 @@ class SnapshotWriter:
             agents=agents,
             controller=controller,
             proxies=saved_proxies,
-            proxied_endpoints=proxies.endpoints,
             agents_started=self._agents.started_count,
             submitted=self.submitted,
             processes=tuple(filter(None, processes)),

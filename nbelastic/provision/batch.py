@@ -29,7 +29,7 @@ from traitlets import List, TraitError, Unicode
 from nbelastic.errors import DiscoveryError, UsageError
 from nbelastic.provision import sbatch_options
 from nbelastic.provision.run_program import run_program
-from nbelastic.provision.ssh import AGENT
+from nbelastic.provision.ssh import TUNNELLED_AGENT
 from nbelastic.system.private_files import make_private, replace_private
 from nbelastic.system.processes import last_output
 
@@ -224,7 +224,7 @@ class BatchAgent:
         lines = ["#!/bin/sh", *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
         if cwd:
             lines.append(f"cd {shlex.quote(cwd)} || exit 1")
-        lines.append(f"exec {shlex.join([python or sys.executable, '-c', AGENT])}")
+        lines.append(f"exec {shlex.join([python or sys.executable, '-c', TUNNELLED_AGENT])}")
         slots = str(config.get("settings", {}).get("slots") or 1)
         self._lead = min(max(LEAST_LEAD, math.ceil(config.get("successor", 0.0))), LONGEST_LEAD)
         texts = {self._config: json.dumps(config), self._script: "\n".join(lines) + "\n"}

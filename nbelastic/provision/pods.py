@@ -20,7 +20,7 @@ from nbelastic.provision import pod_manifest
 from nbelastic.provision.kubernetes_api import ApiError, KubernetesApi, own_namespace
 from nbelastic.provision.pod_manifest import PodOptions
 from nbelastic.provision.pod_states import CLEAN_END, PodView, view
-from nbelastic.provision.ssh import AGENT
+from nbelastic.provision.ssh import TUNNELLED_AGENT
 from nbelastic.system.backoff import Backoff
 
 WAITING = "from nbelastic.agent.pod import main; main()"
@@ -270,7 +270,7 @@ class PodAgent:
                 host=self._host,
                 slots=int(config["settings"]["slots"]),
                 labels=pods.labels,
-                command=[settings.python or "python3", "-c", WAITING if self._waits else AGENT],
+                command=[settings.python or "python3", "-c", WAITING if self._waits else TUNNELLED_AGENT],
                 with_keys=not self._waits,
                 grace=settings.limits.timeouts.notice,
                 owner=owner,

@@ -10,17 +10,16 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
 from nbelastic.system import open_files
 from nbelastic.system.driver_lease import POLL, DriverLease, LeaseWatch
+from nbelastic.tunnel import allowed_ports
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import Frame, Kind, number
 
@@ -35,11 +34,11 @@ class _DriverEnd:
     """Runs until the ssh connection or the agent has ended. `ports`: a file that lists the ports which the host may use."""
 
     def __init__(self, command: list[str], ports: Path, driver_lease: DriverLease, config: bytes) -> None:
-        self._command, self._ports, self._config = command, ports, config
+        self._command, self._config = command, config
         self._attaches = json.loads(config)["attach"]  # to an agent that runs; else ssh starts one
         self._begin_by = time.monotonic() + ATTACH_TIMEOUT if self._attaches else math.inf
         self._lease, self._lease_check_at = LeaseWatch(driver_lease), 0.0
-        self._forwarder = Forwarder(self._on_frame, self._on_lost, self._connect)
+        self._forwarder = Forwarder(self._on_frame, self._on_lost, partial(allowed_ports.connect, ports))
         self._heard = (0, 0.0)  # bytes so far, and when there were fewer
         self._checked_at = self._ping_at = 0.0
         self._noted = False  # that the host's end of the tunnel has answered
@@ -153,16 +152,6 @@ class _DriverEnd:
         self._ssh.kill()
         self._forwarder.detach()
         self._on_lost(why)
-
-    def _connect(self, port: int) -> socket.socket | None:
-        """A connection to an allowed port; None if it is another one, or if too many connections wait there."""
-        with suppress(OSError, ValueError):
-            if port in json.loads(self._ports.read_text()):
-                connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-                with suppress(BlockingIOError):
-                    connection.connect(("127.0.0.1", port))
-                return connection
-        return None
 
 
 def main() -> None:

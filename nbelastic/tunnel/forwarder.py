@@ -1,4 +1,4 @@
-"""One end of a tunnel: forwards connections of this machine as channels of an ssh connection. One thread, one selector."""
+"""One end of a tunnel: forwards connections of this machine as channels of one connection, of ssh or TCP. One thread, one selector."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class _Channel:
 class Forwarder:
     """`on_frame(frame)` gets the frames that are not about a channel.
 
-    `on_lost(reason, closed)` is called when the ssh connection has ended; `closed`: the other end has closed it and ssh still runs.
+    `on_lost(reason, closed)` is called when the ssh connection has ended; `closed`, on a host: the other end has closed it and ssh
+    still runs.
     `connect(port)` returns a new connection for a frame OPEN, or None if the port is not allowed. Only the end on the driver's
     machine has it: the other one may not be asked to connect, and its ssh connection has no preamble.
     """
@@ -57,6 +58,15 @@ class Forwarder:
         return self._reader >= 0
 
     @property
+    def channels(self) -> int:
+        """How many are open."""
+        return len(self._channels)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `turn` has something to do."""
+        return self._selector.fileno()
+
+    @property
     def begun(self) -> bool:
         """Whether the other end has sent its preamble in the present or last ssh connection."""
         return self._decoder.begun
@@ -66,9 +76,9 @@ class Forwarder:
         """Nothing waits for the ssh connection."""
         return not self._queue
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback()` in `turn` whenever `fd` is readable."""
-        self._set(fd, READ, lambda _: callback())
+    def watch(self, fd: int, callback: Callable[[], None], events: int = READ) -> None:
+        """Call `callback()` in `turn` whenever `fd` is readable, or, with WRITE, writable."""
+        self._set(fd, events, lambda _: callback())
 
     def unwatch(self, fd: int) -> None:
         self._set(fd, 0)
@@ -98,6 +108,11 @@ class Forwarder:
             os.close(fd)
         self._reader = self._writer = -1
         self._queue.clear()
+
+    def close(self) -> None:
+        """Use this object no more."""
+        self.detach()
+        self._selector.close()
 
     def open(self, connection: socket.socket, port: int) -> None:
         """Forward a connection of this machine to `port` of the other one. Close it if there is no ssh connection."""
@@ -141,9 +156,7 @@ class Forwarder:
             self._lose(f"{error.strerror}")
             return
         if not data:
-            poll = select.poll()
-            poll.register(self._writer, 0)  # asks for errors only
-            self._lose("", closed=not poll.poll(EOF_GRACE * 1000))
+            self._lose("", closed=self._connect is None and not self._writer_fails())
             return
         self.received += len(data)
         try:
@@ -153,6 +166,11 @@ class Forwarder:
                     return
         except TunnelError as error:
             self._lose(str(error))
+
+    def _writer_fails(self) -> bool:
+        poll = select.poll()
+        poll.register(self._writer, 0)  # asks for errors only
+        return bool(poll.poll(EOF_GRACE * 1000))
 
     def take_noise(self) -> bytes:
         """What a login shell has printed before the tunnel began, or instead of it; once."""

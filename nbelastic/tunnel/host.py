@@ -4,6 +4,9 @@ ssh runs this program with the agent's configuration as the first line of the st
 connections of the agent and its workers through ssh. If the ssh connection breaks, the agent runs on: the driver's machine opens
 another one, in which this program hands its descriptors to the first one (`attach`). If the standard input ends but ssh still
 runs, the driver's machine wants the agent to end. In a pod (`end_ends` is false) that may be a connection that has broken.
+
+A batch system, and a pod that connects directly, offer no standard input: the variable `NBELASTIC_AGENT` names a file of mode 0600
+with the configuration. There this program opens a TCP connection to the driver's machine (`dial`) instead.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +30,7 @@ from nbelastic.system import open_files, tunnel_folder
 from nbelastic.system.first_line import read_first_line
 from nbelastic.system.folder_paths import process_folder
 from nbelastic.system.processes import kill_group
+from nbelastic.tunnel.dialer import Dialer
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import NUMBER, PREAMBLE, Frame, Kind
 
@@ -37,25 +42,35 @@ END_TIMEOUT = 20.0  # seconds in which an agent that must end has ended; then it
 def main(run_agent: Callable[[], None]) -> None:
     """Read the configuration, and start the agent (`run_agent` in a child) or attach to it."""
     open_files.raise_limit()
-    config = json.loads(read_first_line())
+    file = os.environ.pop("NBELASTIC_AGENT", None)
+    config = json.loads(_from_file(Path(file)) if file else read_first_line())
     os.environ.update(config["environment"])  # it may name the folder for temporary files
-    if config.pop("attach"):
+    if config.pop("attach", False):
         sys.exit(_attach(config))
     _end_earlier(config)
+    dial = config.pop("dial", None)
     child = _Child()
     if child.pid == 0:
-        child.take_streams()
+        child.take_streams(keep_output=dial is not None)
         run_agent()
         return
     with process_folder() as run_folder:
         folder = run_folder / tunnel_folder.name_of(config["cluster"], config["host"], config["number"])
         folder.mkdir(mode=0o700)
-        host = _Host(folder, child, end_ends=config.pop("end_ends"))
+        host = _Host(folder, child, end_ends=config.pop("end_ends", False))
         host.listen_for(int(config["driver"].rpartition(":")[2]))
-        towards = os.environ.get("SSH_CONNECTION", "").partition(" ")[0] or config["towards"]
-        child.configure({**config, "tunnel": str(folder), "towards": towards})
-        code = host.run()
+        towards = "" if dial else os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+        child.configure({**config, "tunnel": str(folder), "towards": towards or config["towards"]})
+        code = host.run(tuple(dial) if dial else None)
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def _from_file(path: Path) -> bytes:
+    """Read the file, and remove it: no other process needs the keys."""
+    config = path.read_bytes()
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return config
 
 
 def _attach(config: dict[str, Any]) -> int:
@@ -104,10 +119,17 @@ class _Child:
             os.close(self._stdin)
             os.close(self._stdout)
 
-    def take_streams(self) -> None:
-        """In the child: use the pipes instead of the ssh connection."""
-        os.setsid()
-        for fd, target in ((self._stdin, 0), (self._stdout, 1), (self._stdout, 2)):
+    def take_streams(self, *, keep_output: bool) -> None:
+        """In the child: use the pipes instead of the ssh connection, and be a process group's leader.
+
+        `keep_output`: there is none; the output is the batch job's or the pod's. A batch system may find a job's processes by
+        their session.
+        """
+        if keep_output:
+            os.setpgid(0, 0)
+        else:
+            os.setsid()
+        for fd, target in ((self._stdin, 0), *(() if keep_output else ((self._stdout, 1), (self._stdout, 2)))):
             os.dup2(fd, target)
         for fd in (self._stdin, self._config, self.output, self._stdout):
             os.close(fd)
@@ -141,15 +163,18 @@ class _Host:
         self._pidfd = os.pidfd_open(child.pid)
         self._forwarder.watch(self._pidfd, self._on_exit)
 
-    def run(self) -> int:
-        """Forward, and return the agent's exit code."""
+    def run(self, dial: tuple[str, int] | None) -> int:
+        """Forward, and return the agent's exit code. `dial`: the address to connect to; None: ssh is there."""
         for sig in (signal.SIGHUP, signal.SIGPIPE, signal.SIGINT):
             signal.signal(sig, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(self._child.pid, signal.SIGTERM))  # a notice, for the agent
-        self._forwarder.attach(os.dup(0), os.dup(1), PREAMBLE)
-        _leave_standard_streams()
+        for sig in (signal.SIGTERM, signal.SIGUSR1):  # notices, for the agent
+            signal.signal(sig, lambda number, _: os.kill(self._child.pid, number))
+        dialer = Dialer(self._forwarder, dial) if dial is not None else None
+        if dialer is None:
+            self._forwarder.attach(os.dup(0), os.dup(1), PREAMBLE)
+            _leave_standard_streams()
         while self._code is None:
-            self._forwarder.turn(60.0)
+            self._forwarder.turn(dialer.turn(time.monotonic()) if dialer is not None else 60.0)
         self._forwarder.send(Frame(Kind.EXIT, payload=NUMBER.pack(self._code)))
         for _ in range(int(SEND_TIMEOUT / 0.1)):
             if self._forwarder.drained:

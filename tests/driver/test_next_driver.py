@@ -304,7 +304,7 @@ def test_the_snapshot_stays_until_the_next_driver_has_taken_over(start_hostless,
     before = state.read_bytes()
 
     async def adopt(agents, _):
-        agents._record(cmd.Record("gate-started", "a gate was started again"))
+        agents._record(cmd.Record("proxy-started", "a TCP proxy was started again"))
         agents._save()
         found.append(state.read_bytes())
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from nbelastic.driver.driver_snapshot import DriverSnapshot
-from nbelastic.provision.tcp_proxy_process import MOST_PER_PEER
+from nbelastic.tunnel.tcp_proxy_process import MOST_PER_PEER
 from tests.hosts.cluster_checks import LONG, worker_on
 from tests.hosts.network import DRIVER
 from tests.process.training import in_one_generation
@@ -142,7 +142,7 @@ def tcp_proxies(cluster):
     return [
         child
         for child in psutil.Process(driver_pid(cluster)).children()
-        if "nbelastic.provision.tcp_proxy" in " ".join(child.cmdline())
+        if "tcp_proxy_process" in " ".join(child.cmdline())
     ]
 
 

@@ -21,7 +21,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.ipp.client import ControllerLostError, connect
 from nbelastic.ipp.supervisor import Supervisor
-from nbelastic.provision.tcp_proxy import ProxySet
+from nbelastic.provision.tcp_proxy import TcpProxy
 from nbelastic.system.process_identity import is_alive, pid_of
 from nbelastic.system.processes import disown
 from tests.support.driver_lease import named, until_the_end
@@ -310,26 +310,29 @@ def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):
 
     async def story() -> None:
         driver_lease = until_the_end(tmp_path)
-        controller, proxies = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease), ProxySet(driver_lease)
+        controller = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease)
         await controller.start()
-        (tmp_path / "connection").write_text(proxies.proxied_connection("127.0.0.1", controller.connection))
+        information = json.loads(controller.connection)
+        proxy = TcpProxy("127.0.0.1", information["mux"], tmp_path / "ports", driver_lease)
+        proxy.start()
+        (tmp_path / "connection").write_text(json.dumps({**information, "mux": proxy.port}))
         (tmp_path / "profile").mkdir()
         with run("lone_engine.py", tmp_path / "connection", tmp_path / "profile") as engine, closing(engine.stdin):
-            await asyncio.to_thread(_lose_an_answer, controller, proxies, engine.stdout.readline().strip())
+            await asyncio.to_thread(_lose_an_answer, controller, proxy, engine.stdout.readline().strip())
         await controller.stop()
-        proxies.close()
+        proxy.close()
 
-    def _lose_an_answer(controller: Supervisor, proxies: ProxySet, uuid: str) -> None:
+    def _lose_an_answer(controller: Supervisor, proxy: TcpProxy, uuid: str) -> None:
         with closing(connect(controller.information("client"), "behind", str(tmp_path / "ipython"))) as client:
             assert client.wait_for([uuid], 20.0)
-            (proxy,) = [pid_of(proxy.process) for proxy in proxies.saved]
-            suspend_process(proxy)
+            pid = pid_of(proxy.saved.process)
+            suspend_process(pid)
             result = client[0].apply_async(sorted, [2, 1])
             port = int(json.loads(controller.connection)["mux"])
             until(lambda: has_unread_data(port, at=2), what="an answer to reach the TCP proxy")
-            os.kill(proxy, signal.SIGKILL)
-            until(lambda: not alive(proxy))
-            proxies.restart_dead()
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: not alive(pid))
+            assert proxy.restart_if_dead(time.monotonic())
             with pytest.raises(ipp.RemoteError, match="ControllerLostError"):
                 result.get(timeout=30)
             assert client[0].apply_async(sorted, [2, 1]).get(timeout=20) == [1, 2]

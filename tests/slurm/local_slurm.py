@@ -51,10 +51,13 @@ PartitionName=gpu Nodes=g1 MaxTime=INFINITE State=UP
 
 
 def free_ports() -> list[int]:
-    """One port for the controller, and three successive ones."""
+    """One port for the controller, and three successive ones.
+
+    Each process has a range of its own, below the ports that the system gives to connections: the daemons do not listen yet.
+    """
     while True:
         with ExitStack() as sockets:
-            for first in range(20000 + os.getpid() % 20000, 60000, 4):
+            for first in range(20000 + os.getpid() % 3000 * 4, 32768, 4):
                 try:
                     for port in range(first, first + 4):
                         sockets.enter_context(closing(socket.create_server(("127.0.0.1", port))))

@@ -11,20 +11,29 @@ import psutil
 import pytest
 
 from nbelastic.protocol import agent_messages
+from nbelastic.provision.ssh import TUNNELLED_AGENT
+from nbelastic.provision.tcp_proxy import TcpProxy
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
 from tests.slurm.batch_agents import TIMEOUT, ObservedAgent, exit_code_of, has_state, job_of, until
+from tests.support.driver_lease import until_the_end
 
 
 @asynccontextmanager
-async def driver():
-    """A server, its keys, and the messages that it received."""
+async def driver(folder):
+    """A server, its keys, and the messages that it received. Jobs reach it through a TCP proxy, at the port `server.proxy`."""
     keys, received = Keys.make(), []
     server = Server(keys, lambda peer, message: received.append((peer, message)))
     await server.start()
+    port = int(server.address.rpartition(":")[2])
+    (folder / "ports").write_text(f"[{port}]")
+    proxy = TcpProxy("127.0.0.1", port, folder / "ports", until_the_end(folder))
     try:
+        proxy.start()
+        server.proxy = proxy.port
         yield server, keys, received
     finally:
+        proxy.close()
         await server.stop()
 
 
@@ -34,6 +43,9 @@ def config_of(observed, server, keys):
         "host": observed.host,
         "number": 1,
         "driver": server.address,
+        "dial": ["127.0.0.1", server.proxy],
+        "cluster": "1",
+        "towards": "127.0.0.1",
         "keys": msgspec.to_builtins(keys.for_clients()),
         "driver_lease": None,
         "lease": 30.0,
@@ -72,7 +84,7 @@ def test_an_agent_runs_in_a_job_until_it_is_stopped(slurm, tmp_path):
     """The job is named after the host. No command line or batch script has a key. At the end no file is left."""
 
     async def story():
-        async with driver() as (server, keys, received):
+        async with driver(tmp_path) as (server, keys, received):
             observed = ObservedAgent(tmp_path)
             peer, pid = await start_real_agent(observed, server, keys, received)
             assert slurm("squeue", "-h", "-o", "%j %D %C %T").split() == ["nbelastic-node1", "1", "2", "RUNNING"]
@@ -100,7 +112,7 @@ def test_a_killed_agent(slurm, tmp_path):
     """`kill()` returns at once; job, agent and files are removed soon after. The end is reported once."""
 
     async def story():
-        async with driver() as (server, keys, received):
+        async with driver(tmp_path) as (server, keys, received):
             observed = ObservedAgent(tmp_path)
             _, pid = await start_real_agent(observed, server, keys, received)
             observed.agent.kill()
@@ -153,7 +165,7 @@ def test_environment_and_folder(slurm, tmp_path, fake_program):
         observed.start({"TOKEN": "it's $secret\n2"}, python, str(tmp_path / "a folder"))
         assert await exit_code_of(observed) == 0
         lines = (tmp_path / "env").read_text().splitlines()
-        assert lines[-2:] == [str(tmp_path / "a folder"), "from nbelastic.agent.start import main; main()"]
+        assert lines[-2:] == [str(tmp_path / "a folder"), TUNNELLED_AGENT]
         assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={observed.run_folder}/agent-node1-")]
         assert lines[lines.index("TOKEN=it's $secret") + 1] == "2"
         assert "secret" not in observed.file("batch").read_text()

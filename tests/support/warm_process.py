@@ -42,6 +42,7 @@ IGNORED = (  # of these: what nbelastic sets for agents, which means nothing wit
 NAMESPACES = ("net", "uts", "mnt")
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 0)  # the number of the system call
 CLONE_PARENT = 0x8000
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 REFUSED = 1 << 32  # the answer to a request from another environment; no exit code is as large
 start_program = util.spawnv_passfds
 
@@ -72,6 +73,7 @@ def ask(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> i
 def join(address: str) -> None:
     """Have the warm process at `address` fork an agent in this process's namespaces; wait for it and end as it ends.
 
+    SIGTERM and SIGUSR1 are passed on to it.
     Return if there is none, or if the environment here differs in what Python and torch read as they start. If the warm process
     ends, its agent ends too. Then this process ends as well: the agent may have read its input.
     """
@@ -80,10 +82,14 @@ def join(address: str) -> None:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address)
             request = {"code": AGENT, "cwd": os.getcwd(), "environment": dict(os.environ), "waits": True}
+            for sig in PASSED_ON:
+                signal.signal(sig, lambda number, _: connection.send(bytes([number])))
             code = ask(connection, request, descriptors)
     except EOFError:
         os._exit(1)
     except OSError:
+        for sig in PASSED_ON:
+            signal.signal(sig, signal.SIG_DFL)
         return
     finally:
         for fd in descriptors[3:]:
@@ -152,7 +158,7 @@ class Server:
             os.close(fd)
 
     def _watch(self, pid: int, waiting: socket.socket) -> None:
-        """Tell the waiting process how the agent ends. If that process ends first, kill the agent in its place."""
+        """Tell the waiting process how the agent ends, and send the agent its signals. If it ends first, kill the agent."""
         pidfd = os.pidfd_open(pid)
         self._agents[pid] = pidfd, waiting
 
@@ -166,13 +172,19 @@ class Server:
             with contextlib.suppress(OSError), waiting:
                 waiting.sendall(LENGTH.pack(os.waitstatus_to_exitcode(status)))
 
-        def waiting_ended() -> None:
-            if pid in self._agents:
-                os.kill(pid, signal.SIGKILL)
+        def waiting_calls() -> None:
+            if pid not in self._agents:
+                return
+            try:
+                passed_on = waiting.recv(1)
+            except ConnectionResetError:
+                passed_on = b""
+            os.kill(pid, passed_on[0] if passed_on else signal.SIGKILL)
+            if not passed_on:
                 agent_ended()
 
         self._selector.register(pidfd, selectors.EVENT_READ, agent_ended)
-        self._selector.register(waiting, selectors.EVENT_READ, waiting_ended)
+        self._selector.register(waiting, selectors.EVENT_READ, waiting_calls)
 
     def _become_agent(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
         self._selector.close()

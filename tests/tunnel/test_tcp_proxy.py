@@ -1,4 +1,4 @@
-"""The TCP proxy forwards bytes both ways, limits connections per address, and ends with its owner."""
+"""The TCP proxy forwards terminals' connections and hosts' tunnels, limits both per address, and ends with its owner."""
 
 import contextlib
 import json
@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
 
-from nbelastic.provision.tcp_proxy import ProxySet, TcpProxy
-from nbelastic.provision.tcp_proxy_process import MOST_PER_PEER
+from nbelastic.provision.tcp_proxy import ProxySet, SavedProxy, TcpProxy
 from nbelastic.system.process_identity import pid_of
+from nbelastic.tunnel.frames import NUMBER, PREAMBLE, Decoder, Frame, Kind, encode
+from nbelastic.tunnel.tcp_proxy_process import MOST_CHANNELS_PER_PEER, MOST_PER_PEER
 from tests.support.driver_lease import until_the_end
 from tests.support.processes import alive
 from tests.support.waiting import until
@@ -50,11 +52,14 @@ def echo_server():
 
 
 @contextlib.contextmanager
-def open_proxy(port, driver_lease, address="127.0.0.1"):
-    """A TCP proxy for this port, and the address at which it listens."""
-    proxy = TcpProxy(address, driver_lease)
+def open_proxy(port, driver_lease, address="127.0.0.1", allowed=(), workers=lambda: 0):
+    """A TCP proxy for the server at `port` and hosts' `allowed` ports, and the address at which it listens."""
+    ports = Path(driver_lease.file).with_name("ports")
+    ports.write_text(json.dumps(allowed))
+    proxy = TcpProxy(address, port, ports, driver_lease, workers)
     try:
-        yield proxy, (address, proxy.open([port])[port])
+        proxy.start()
+        yield proxy, (address, proxy.port)
     finally:
         proxy.close()
 
@@ -124,10 +129,11 @@ def test_many_workers_of_one_address(capfd, driver_lease):
 
     Only the first refusal of an address is printed.
     """
-    with echo_server() as port, contextlib.ExitStack() as stack:
-        proxy = TcpProxy("127.0.0.1", driver_lease, workers=lambda: MOST_PER_PEER)
-        stack.callback(proxy.close)
-        proxy_address = ("127.0.0.1", proxy.open([port])[port])
+    with (
+        echo_server() as port,
+        open_proxy(port, driver_lease, workers=lambda: MOST_PER_PEER) as (_, proxy_address),
+        contextlib.ExitStack() as stack,
+    ):
         connections = [stack.enter_context(connect(proxy_address, "127.0.0.8")) for _ in range(2 * MOST_PER_PEER)]
         assert all(is_echoed(connection) for connection in connections)
         for _ in range(3):
@@ -137,17 +143,109 @@ def test_many_workers_of_one_address(capfd, driver_lease):
     assert "127.0.0.8 was refused: 256 connections of it" in printed
 
 
-def test_a_port_without_a_listener(driver_lease):
-    """A connection to a port without a listener is closed, and the proxy goes on."""
-    with echo_server() as port:
-        with open_proxy(port, driver_lease) as (proxy, proxy_address):
-            with connect(proxy_address) as connection:
-                assert is_echoed(connection)
-            unused_port = proxy.open([1])[1]
-            with connect((proxy_address[0], unused_port)) as connection:
+def test_a_server_that_does_not_listen(driver_lease):
+    """A connection is closed while the server does not listen, and the proxy goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with open_proxy(port, driver_lease) as (_, proxy_address):
+        for _ in range(2):
+            with connect(proxy_address) as connection, contextlib.suppress(ConnectionError):
+                connection.sendall(b"there")
                 assert is_closed(connection)
-            with connect(proxy_address) as connection:
-                assert is_echoed(connection)
+
+
+class Tunnel:
+    """A host's end of a tunnel, which sends what a test wants."""
+
+    def __init__(self, proxy_address, source=None):
+        self.connection = connect(proxy_address, source)
+        self.connection.sendall(PREAMBLE)
+        self._decoder = Decoder(begun=True)
+        self.frames = []
+
+    def send(self, kind, channel, payload=b""):
+        self.connection.sendall(encode(Frame(kind, channel, payload)))
+
+    def open(self, channel, port):
+        self.send(Kind.OPEN, channel, NUMBER.pack(port))
+
+    def receive(self, count=1):
+        """The next frames, without those that only give credit."""
+        while len(self.frames) < count:
+            data = self.connection.recv(1 << 16)
+            assert data, "the proxy has closed the tunnel"
+            self.frames += [frame for frame in self._decoder.feed(data) if frame.kind != Kind.CREDIT]
+        taken, self.frames = self.frames[:count], self.frames[count:]
+        return taken
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.connection.close()
+
+
+def test_one_port_for_all_connections_of_a_host(driver_lease):
+    """The channels of a tunnel lead to the ports that the file lists, and to no other, not even the server's."""
+    with (
+        echo_server() as server,
+        echo_server() as first,
+        echo_server() as second,
+        open_proxy(server, driver_lease, allowed=[first, second]) as (_, proxy_address),
+        Tunnel(proxy_address) as tunnel,
+        connect(proxy_address) as terminal,
+    ):
+        for channel, port in ((1, first), (2, second), (3, server)):
+            tunnel.open(channel, port)
+        assert tunnel.receive() == [Frame(Kind.CLOSE, 3)]
+        for channel in (1, 2):
+            tunnel.send(Kind.DATA, channel, b"to %d" % channel)
+            assert tunnel.receive() == [Frame(Kind.DATA, channel, b"to %d" % channel)]
+        assert is_echoed(terminal)
+
+
+def test_a_broken_tunnel_ends_alone(driver_lease):
+    """One that sends garbage, or opens a channel twice, is closed; the others go on."""
+    with (
+        echo_server() as port,
+        open_proxy(port, driver_lease, allowed=[port]) as (_, proxy_address),
+        Tunnel(proxy_address) as good,
+    ):
+        good.open(1, port)
+        for broken in (b"\xff" * 64, encode(Frame(Kind.OPEN, 1, NUMBER.pack(port))) * 2, encode(Frame(Kind.OPEN, 1))):
+            with Tunnel(proxy_address) as bad:
+                bad.connection.sendall(broken)
+                while not is_closed(bad.connection):
+                    pass
+        good.send(Kind.DATA, 1, b"still here")
+        assert good.receive() == [Frame(Kind.DATA, 1, b"still here")]
+
+
+def test_channels_of_one_address_are_limited(driver_lease, capfd):
+    """Beyond the limit the address gets no channel, over several tunnels, and another address does. Closed ones make room."""
+    with (
+        echo_server() as port,
+        open_proxy(port, driver_lease, allowed=[port]) as (_, proxy_address),
+        Tunnel(proxy_address, "127.0.0.8") as one,
+        Tunnel(proxy_address, "127.0.0.8") as two,
+        Tunnel(proxy_address, "127.0.0.9") as other,
+    ):
+        half = MOST_CHANNELS_PER_PEER // 2
+        for tunnel in (one, two):
+            for channel in range(half):
+                tunnel.open(channel, port)
+                tunnel.send(Kind.DATA, channel, b"x")
+            assert {frame.kind for frame in tunnel.receive(half)} == {Kind.DATA}
+        two.open(half, port)
+        assert two.receive() == [Frame(Kind.CLOSE, half)]
+        other.open(1, port)
+        other.send(Kind.DATA, 1, b"x")
+        assert other.receive() == [Frame(Kind.DATA, 1, b"x")]
+        one.send(Kind.CLOSE, 0)
+        one.open(half, port)  # the proxy reads it after the end of the other one
+        one.send(Kind.DATA, half, b"x")
+        assert one.receive() == [Frame(Kind.DATA, half, b"x")]
+    assert f"127.0.0.8 was refused: {MOST_CHANNELS_PER_PEER} channels of it are open" in capfd.readouterr().err
 
 
 def test_closing_leaves_nothing(driver_lease):
@@ -170,8 +268,10 @@ import sys, time
 from pathlib import Path
 from nbelastic.provision.tcp_proxy import TcpProxy
 from tests.support.driver_lease import until_the_end
-proxy = TcpProxy("127.0.0.1", until_the_end(Path(sys.argv[2])))
-print(proxy.open([int(sys.argv[1])]).popitem()[1], list(proxy._children.values())[0].pid, flush=True)
+folder = Path(sys.argv[2])
+proxy = TcpProxy("127.0.0.1", int(sys.argv[1]), folder / "ports", until_the_end(folder))
+proxy.start()
+print(proxy.port, proxy._child.pid, flush=True)
 time.sleep(1000)
 """
 
@@ -200,13 +300,13 @@ def restart_and_connect(proxies, proxy_address):
 def test_a_killed_proxy_is_restarted(driver_lease):
     """At the same ports, by this driver or a later one: peers can connect again."""
     with echo_server() as port:
-        proxies, second = ProxySet(driver_lease), ProxySet(driver_lease)
+        ports = Path(driver_lease.file).with_name("ports")
+        proxies, second = ProxySet(ports, driver_lease), ProxySet(ports, driver_lease)
         try:
-            endpoint = proxies.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}")
-            proxy_address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+            proxy_address = ("127.0.0.1", proxies.port("127.0.0.1", f"tcp://127.0.0.1:{port}"))
             for proxy_set in (proxies, second):
                 if proxy_set is second:
-                    second.adopt(proxies.endpoints, proxies.saved)
+                    second.adopt(proxies.saved)
                     assert second.saved == proxies.saved
                 with connect(proxy_address) as connection:
                     assert is_echoed(connection)
@@ -214,7 +314,7 @@ def test_a_killed_proxy_is_restarted(driver_lease):
                     os.kill(pid_of(proxy.process), signal.SIGKILL)
                     assert is_closed(connection)
                 until(lambda: restart_and_connect(proxy_set, proxy_address))
-            assert second.proxied_endpoint("127.0.0.1", f"tcp://127.0.0.1:{port}") == endpoint
+            assert second.port("127.0.0.1", f"tcp://127.0.0.1:{port}") == proxy_address[1]
         finally:
             second.close()
             proxies.close()
@@ -223,43 +323,20 @@ def test_a_killed_proxy_is_restarted(driver_lease):
 def test_a_proxy_that_ends_at_once_is_restarted_after_pauses(monkeypatch, driver_lease):
     """The first restart comes at once, later ones after pauses that double up to 30 s."""
     restarted = []
-    monkeypatch.setattr(TcpProxy, "_restart", lambda proxy, process: restarted.append(process) or True)
-    proxy = TcpProxy("127.0.0.1", driver_lease)
-    proxy.adopt("1@1", {})  # there is no such process
-    replaced = [tick / 2 for tick in range(601) if proxy.restart_dead(tick / 2)]
+    monkeypatch.setattr(TcpProxy, "start", lambda _: restarted.append(1))
+    saved = SavedProxy("1@1", "127.0.0.1", 1, 1)  # there is no such process
+    proxy = TcpProxy.adopted(saved, Path("ports"), driver_lease)
+    replaced = [tick / 2 for tick in range(601) if proxy.restart_if_dead(tick / 2)]
     assert replaced[0] == 0.0
     assert len(replaced) == len(restarted) < 20
     assert max(later - earlier for earlier, later in pairwise(replaced)) <= 30.5
-    assert proxy.restart_dead(1000.0) == 1
-    assert proxy.restart_dead(1000.5) == 1
+    assert proxy.restart_if_dead(1000.0)
+    assert proxy.restart_if_dead(1000.5)
 
 
 def test_an_address_of_another_machine(driver_lease):
     """There is no proxy for it, and no process."""
     before = psutil.Process().children()
     with pytest.raises(OSError, match="assign"):
-        TcpProxy("198.51.100.7", driver_lease).open([1])
+        TcpProxy("198.51.100.7", 1, Path("ports"), driver_lease).start()
     assert psutil.Process().children() == before
-
-
-def test_proxied_ports_for_engines(driver_lease):
-    """ipyparallel's connection information has the proxy's ports; each address has its own ports, opened once."""
-    proxies = ProxySet(driver_lease)
-    with echo_server() as port:
-        info = json.dumps({"registration": port, "task": [port, port], "key": "k", "interface": "tcp://127.0.0.1"})
-        try:
-            assert proxies.proxied_connection("", info) == info
-            first = json.loads(proxies.proxied_connection("127.0.0.1", info))
-            assert proxies.proxied_connection("127.0.0.1", info) == json.dumps(first)
-            assert first["interface"] == "tcp://127.0.0.1"
-            assert first["key"] == "k"
-            with (
-                connect(("127.0.0.1", first["registration"])) as connection,
-                connect(("127.0.0.1", first["task"][1])) as second,
-            ):
-                assert is_echoed(connection)
-                assert is_echoed(second)
-            assert proxies.proxied_endpoint("::1", f"tcp://127.0.0.1:{port}").startswith("tcp://[::1]:")
-        finally:
-            proxies.close()
-    assert not [child for child in psutil.Process().children() if "tcp_proxy" in " ".join(child.cmdline())]

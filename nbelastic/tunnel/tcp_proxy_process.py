@@ -1,0 +1,177 @@
+"""The process of a TCP proxy, on the driver's machine. It takes the connections to one port, and ends when the driver's lease expires.
+
+A connection whose first byte is 0 is a host's tunnel: its channels lead to the loopback ports that the ports file lists. Any
+other one is a terminal's: its bytes go to the driver's server. The proxy reads none of them and knows no client;
+the servers behind the ports demand the cluster's CURVE key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections import defaultdict
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from nbelastic.system import open_files
+from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
+from nbelastic.tunnel import allowed_ports
+from nbelastic.tunnel.forwarder import Forwarder
+from nbelastic.tunnel.frames import PREAMBLE
+
+MOST_PER_PEER = 128  # connections from one address; at least two per worker that the cluster wants
+MOST = 4096  # connections; at least four per worker that the cluster wants
+MOST_CHANNELS_PER_PEER = 512  # in the tunnels of one address; at least 16 per worker: an engine opens about six
+FIRST_BYTE_TIMEOUT = 30.0  # seconds; a server of ZeroMQ waits as long
+IDLE = 60.0  # seconds after which a tunnel without channels is closed: a host's agent always has one
+ACCEPT_PAUSE = 1.0  # seconds until the next try if this process has too many descriptors
+CHUNK = 1 << 16  # bytes
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
+
+
+class _Peer:
+    """The connections from one address, and their tunnels."""
+
+    def __init__(self) -> None:
+        self.connections: set[asyncio.Task[None]] = set()
+        self.tunnels: set[Forwarder] = set()
+
+    @property
+    def channels(self) -> int:
+        return sum(tunnel.channels for tunnel in self.tunnels)
+
+
+class _Proxy:
+    """`server`: the loopback port for terminals. `ports`: the file that lists those for hosts."""
+
+    def __init__(self, server: int, ports: Path, workers: int) -> None:
+        self._server, self._ports = server, ports
+        self._most_per_peer, self._most = max(MOST_PER_PEER, 2 * workers), max(MOST, 4 * workers)
+        self._most_channels = max(MOST_CHANNELS_PER_PEER, 16 * workers)
+        self._peers: defaultdict[str, _Peer] = defaultdict(_Peer)
+        self._open = 0  # connections
+        self._refused_peers: set[str] = set()
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Take connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, (address, *_) = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(ACCEPT_PAUSE)
+                continue
+            peer = self._peers[address]
+            if len(peer.connections) >= self._most_per_peer or self._open >= self._most:
+                connection.close()
+                self._print_refusal(address, f"{len(peer.connections)} connections of it and {self._open} in all")
+                continue
+            task = loop.create_task(self._serve(connection, peer, address))
+            self._open += 1
+            peer.connections.add(task)
+            task.add_done_callback(partial(self._forget, address))
+
+    def _forget(self, address: str, task: asyncio.Task[None]) -> None:
+        self._open -= 1
+        self._peers[address].connections.discard(task)
+        if not self._peers[address].connections:
+            del self._peers[address]
+
+    async def _serve(self, connection: socket.socket, peer: _Peer, address: str) -> None:
+        """Forward what comes on a connection until it ends."""
+        with connection, suppress(OSError, TimeoutError):
+            # While the peer trains the connection may be idle; without keepalive packets a firewall would drop it.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option, value in KEEPALIVE:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            await _readable(connection)
+            first = connection.recv(1, socket.MSG_PEEK)
+            if first == PREAMBLE[:1]:
+                await self._forward_tunnel(connection, peer, address)
+            elif first:
+                await self._forward_to_server(connection)
+
+    async def _forward_tunnel(self, connection: socket.socket, peer: _Peer, address: str) -> None:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        tunnel = Forwarder(
+            on_frame=lambda _: None,  # such frames are for ssh
+            on_lost=lambda *_: over.set(),
+            connect=partial(self._connect, peer, address),
+        )
+        peer.tunnels.add(tunnel)
+        loop.add_reader(tunnel.fileno(), tunnel.turn, 0.0)
+        try:
+            tunnel.attach(os.dup(connection.fileno()), os.dup(connection.fileno()))
+            while not over.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), IDLE)
+                if not tunnel.channels:
+                    return
+        finally:
+            loop.remove_reader(tunnel.fileno())
+            tunnel.close()
+            peer.tunnels.discard(tunnel)
+
+    def _connect(self, peer: _Peer, address: str, port: int) -> socket.socket | None:
+        if peer.channels >= self._most_channels:
+            self._print_refusal(address, f"{peer.channels} channels of it")
+            return None
+        return allowed_ports.connect(self._ports, port)
+
+    async def _forward_to_server(self, connection: socket.socket) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._server)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        await asyncio.gather(_copy(reader, inner_writer), _copy(inner_reader, writer))
+
+    def _print_refusal(self, address: str, count: str) -> None:
+        """Print once per address, for the first MOST_PER_PEER addresses."""
+        if address not in self._refused_peers and len(self._refused_peers) < MOST_PER_PEER:
+            self._refused_peers.add(address)
+            text = f"nbelastic: a connection of {address} was refused: {count} are open"
+            print(text, file=sys.stderr, flush=True)
+
+
+async def _readable(connection: socket.socket) -> None:
+    """Wait for the first byte. TimeoutError if none comes."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection.fileno(), ready.set)
+    try:
+        await asyncio.wait_for(ready.wait(), FIRST_BYTE_TIMEOUT)
+    finally:
+        loop.remove_reader(connection.fileno())
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until either side ends, then close the other."""
+    try:
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+async def _run(fd: int, server: int, ports: str, workers: int, driver_lease: DriverLease) -> None:
+    loop, listener = asyncio.get_running_loop(), socket.socket(fileno=fd)
+    listener.setblocking(False)
+    accepting = loop.create_task(_Proxy(server, Path(ports), workers).accept(listener))
+    await loop.run_in_executor(None, wait_for_lease_expiry, driver_lease)
+    accepting.cancel()
+    if driver_lease.owner_has_ended:  # ssh clients must end, and the controller, which would do this, may be dead
+        from nbelastic.protocol.local_clusters import remove_dead_cluster  # only needed here
+
+        remove_dead_cluster(driver_lease.name, driver_lease.number, kill=True)
+
+
+def main() -> None:
+    """`argv[1]`, JSON: the listener's descriptor, the server's port, the ports file, the wanted workers, and the DriverLease."""
+    open_files.raise_limit()
+    fd, server, ports, workers, driver_lease = json.loads(sys.argv[1])
+    asyncio.run(_run(fd, server, ports, workers, DriverLease(*driver_lease)))
