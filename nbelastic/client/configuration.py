@@ -80,15 +80,15 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     name = given["name"] or f"nbelastic-{os.getpid()}-{next(_numbers)}"
     run_folder = RunFolder(name)
     default_slots = slots or _default_slots(given)
-    if launcher not in (SSH, KUBERNETES) and hosts is None and discovery is None:
-        hosts = _job_names(given["min"] if given["max"] is None else given["max"], given["spares"], default_slots)
+    if hosts is None and discovery is None and _makes_hosts(given):
+        hosts = _host_names(given["min"] if given["max"] is None else given["max"], given["spares"], default_slots)
     source = source_of(discovery, hosts, slots, default_slots)
     settings = _settings(given, run_folder, source)
     settings.check()
     if launcher == KUBERNETES:
         check_installed()
         parse_options(settings.launcher_options)
-        check(bool(hosts or discovery), "name the hosts: with --image each gets a pod (a:4,b:4), else they are pods.")
+        check(bool(hosts or discovery), "name the pods, or an image (--image) from which nbelastic makes them.")
     elif launcher != SSH:
         from nbelastic.provision.batch import check_options  # importing ipyparallel is slow
 
@@ -106,15 +106,25 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     )
 
 
+def _makes_hosts(given: Mapping[str, Any]) -> bool:
+    """Whether a host is a job that the launcher submits, or a pod that it makes, under any name."""
+    if given["launcher"] == KUBERNETES:
+        return bool(given["launcher_options"].get("image"))
+    return bool(given["launcher"] != SSH)
+
+
 def _default_slots(given: Mapping[str, Any]) -> int:
-    """The slots of a host for which the user gave no number: a batch job has as many as the GPUs that it asks for."""
+    """The slots of a host for which the user gave no number: a batch job has as many as the GPUs that it asks for.
+
+    A pod has one: its option `gpus` counts those of a slot.
+    """
     if given["launcher"] == SSH:
         return visible_gpus() or max(given["min"], os.cpu_count() or 1)
-    return gpus_of(given["launcher_options"] or {}) or 1
+    return 1 if given["launcher"] == KUBERNETES else gpus_of(given["launcher_options"] or {}) or 1
 
 
-def _job_names(workers: int, spares: int, slots: int) -> list[str]:
-    """Names of batch jobs that together have slots for so many workers."""
+def _host_names(workers: int, spares: int, slots: int) -> list[str]:
+    """Names of batch jobs or pods that together have slots for so many workers."""
     return [f"s{number}" for number in range(-(-max(1, workers + spares) // slots))]
 
 

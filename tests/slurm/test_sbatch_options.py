@@ -80,10 +80,12 @@ def test_a_cluster_checks_the_time_limit():
         ({"hosts": "a:2,b", "launcher_options": {"gres": "gpu:4"}}, ["a:2", "b:4"]),
         ({"hosts": "a:2,b"}, ["a:2", "b:1"]),
         ({"min": 3, "launcher": "pbs"}, ["s0:1", "s1:1", "s2:1"]),
+        ({"max": 2, "launcher": "kubernetes", "launcher_options": {"image": "i", "gpus": "4"}}, ["s0:1", "s1:1"]),
+        ({"max": 3, "slots": 2, "launcher": "kubernetes", "launcher_options": {"image": "i"}}, ["s0:2", "s1:2"]),
     ],
     ids=str,
 )
 def test_jobs_that_nobody_named(given, hosts):
-    """There are as many as the greatest world needs. Each has a slot for each GPU that it asks for, else one."""
+    """There are as many as the greatest world needs. A batch job has a slot for each GPU that it asks for; else it is one."""
     cluster = nbe.Cluster(**{"launcher": "slurm", **given})
     assert cluster._link.configuration.arguments["hosts"] == hosts
