@@ -37,7 +37,7 @@ class _DriverEnd:
         self._command, self._config = command, config
         self._attaches = json.loads(config)["attach"]  # to an agent that runs; else ssh starts one
         self._begin_by = time.monotonic() + ATTACH_TIMEOUT if self._attaches else math.inf
-        self._lease, self._lease_check_at = LeaseWatch(driver_lease), 0.0
+        self._driver_lease, self._lease, self._lease_check_at = driver_lease, LeaseWatch(driver_lease), 0.0
         self._forwarder = Forwarder(self._on_frame, self._on_lost, partial(allowed_ports.connect, ports))
         self._heard = (0, 0.0)  # bytes so far, and when there were fewer
         self._checked_at = self._ping_at = 0.0
@@ -61,6 +61,10 @@ class _DriverEnd:
         if self._end_by is None or self._exit is not None:
             self._wait_for_ssh()
         # else the host has not answered: ssh sends it the end once the network allows that, or gives up after a minute
+        if self._driver_lease.owner_has_ended:  # ipyparallel's controller, which would do this, may be dead
+            from nbelastic.protocol.local_clusters import remove_dead_cluster  # only needed here
+
+            remove_dead_cluster(self._driver_lease.name, self._driver_lease.number, kill=True)
         return self._code if self._code >= 0 else 128 - self._code
 
     def _start_ssh(self) -> None:
