@@ -30,6 +30,7 @@ import psutil
 from nbelastic.agent import cloud_notices
 from nbelastic.agent.code_store import CodeStore
 from nbelastic.agent.config import Config
+from nbelastic.agent.environment import Environment
 from nbelastic.agent.fork import fork
 from nbelastic.agent.gpu_health import HELD
 from nbelastic.agent.gpu_samples import Gpus
@@ -40,6 +41,7 @@ from nbelastic.agent.prober import Prober, endpoint
 from nbelastic.agent.protocol import KILL_AFTER, Action, End, Fork, Protocol, Send, SendHello, Signal
 from nbelastic.protocol import agent_messages, code_messages, messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import Gpu, WorkerId
 from nbelastic.system import running_agents, versions
 from nbelastic.system.addresses import address_of, is_loopback
@@ -70,8 +72,8 @@ class _WorkerProcess:
 class Agent:
     """Runs until it must end. The caller's thread handles workers; the link's thread handles probes and new addresses."""
 
-    def __init__(self, config: Config, parent_pipe: int) -> None:
-        self._config, self._parent_pipe = config, parent_pipe
+    def __init__(self, config: Config, parent_pipe: int, environment: Environment) -> None:
+        self._config, self._parent_pipe, self._environment = config, parent_pipe, environment
         self._inbox: deque[messages.Message] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
@@ -109,12 +111,11 @@ class Agent:
             common = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}
             self._nodes = Nodes(self._context, common)
             self._link.start(relay=self._folder)
-            at_end.callback(self._gpus.close)
-            at_end.callback(self._link.close)
-            at_end.callback(self._end_workers)
-            at_end.callback(self._nodes.close)
+            for close in (self._gpus.close, self._link.close, self._end_workers, self._nodes.close):
+                at_end.callback(close)
+            at_end.callback(self._environment.close)
             self._reported_gpus = self._gpus.find(FIND_GPUS)
-            self._link.send(self._hello())
+            self._link.send(self._introduction())
             cloud_notices.start(self._on_notice)
             try:
                 self._serve()
@@ -154,7 +155,10 @@ class Agent:
         if self._prober is not None:
             self._prober.close()
 
-    def _hello(self) -> agent_messages.AgentHello:
+    def _introduction(self) -> agent_messages.AgentHello | EnvironmentReported:
+        """The first message of a session. While there is no environment for workers, this agent can start none."""
+        if not self._environment.is_ready:
+            return EnvironmentReported(self._config.host, self._environment.text)
         return agent_messages.AgentHello(
             self._config.host,
             os.getpid(),
@@ -168,7 +172,17 @@ class Agent:
             self._nodes.ended,
             self._reported_gpus,
             {str(w): worker.gpu for w, worker in self._workers.items() if worker.gpu},
+            self._environment.packages if self._config.requirements else None,
         )
+
+    def _check_environment(self) -> None:
+        """Report how far the environment is. When it is made, the agent can start workers."""
+        known, is_made = self._environment.text, self._environment.check()
+        if is_made is False:
+            why = f"its environment cannot be made: {self._environment.text}"
+            self._carry_out([Send(agent_messages.AgentGoodbye(self._config.host, why)), End()])
+        elif is_made or self._environment.text != known:
+            self._link.send(self._introduction())
 
     def _probe(self, order: agent_messages.Probe) -> None:
         def done(reached: tuple[str, ...]) -> None:
@@ -185,15 +199,15 @@ class Agent:
             sentinels = {worker.process.sentinel: w for w, worker in self._workers.items()}
             timeout = CHECK if self._workers or self._waiting or self._nodes.sentinels else SAMPLE
             self._turn_by = time.monotonic() + timeout
-            ready = connection.wait([self._wake, *pipe, *sentinels, *self._nodes.sentinels], timeout)
+            others = (*self._environment.sentinels, *self._nodes.sentinels)
+            ready = connection.wait([self._wake, *pipe, *sentinels, *others], timeout)
             now = time.monotonic()
             if now - last > timeout + SUSPENDED:
                 self._continued_at = now
             last = now
             if not self._done and any(fd in ready for fd in pipe):
                 return
-            heard_at = max(self._link.heard_at, self._continued_at)
-            if self._protocol.must_end(heard_at, now):
+            if self._protocol.must_end(max(self._link.heard_at, self._continued_at), now):
                 print(f"the driver at {self._config.driver} sends nothing any more", file=sys.stderr)
                 return
             self._check_end(now)
@@ -202,6 +216,8 @@ class Agent:
                     self._reap(sentinels[sentinel])
             for message in self._nodes.check(now):
                 self._link.send(message)
+            if self._environment.sentinels:
+                self._check_environment()
             self._handle_messages()
             if self._waiting:
                 self._fork_waiting(now)
@@ -293,7 +309,7 @@ class Agent:
                 case Send(message=message):
                     self._link.send(message)
                 case SendHello():
-                    self._link.reset_session(self._hello)
+                    self._link.reset_session(self._introduction)
                 case Fork(order=order) if order.gpu in self._gpus.held or self._code.is_fetching:
                     self._waiting[order.worker] = order, time.monotonic() + HELD
                 case Fork(order=order):
@@ -360,22 +376,14 @@ class Agent:
     def _sample(self, now: float) -> None:
         workers: dict[str, tuple[float, int]] = {}
         for w, worker in self._workers.items():
-            try:
-                with worker.stats.oneshot():
-                    workers[str(w)] = (worker.stats.cpu_percent(), worker.stats.memory_info().rss)
-            except psutil.NoSuchProcess:
-                continue
-        memory, gpus = psutil.virtual_memory(), self._gpus.sample()
+            with contextlib.suppress(psutil.NoSuchProcess), worker.stats.oneshot():
+                workers[str(w)] = (worker.stats.cpu_percent(), worker.stats.memory_info().rss)
+        cpu, memory, gpus = psutil.cpu_percent(), psutil.virtual_memory(), self._gpus.sample()
         if self._gpus.states != self._reported_gpus:
             self._reported_gpus = self._gpus.states
             self._link.send(ev.GpusReported(self._config.host, self._reported_gpus))
-        cpu = psutil.cpu_percent()
-        blocked = self._protocol.blocked(now)
-        self._link.report(
-            agent_messages.AgentSample(
-                self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked, self._gpus.throttled
-            )
-        )
+        host, rest = self._config.host, (memory.total, self._protocol.blocked(now), self._gpus.throttled)
+        self._link.report(agent_messages.AgentSample(host, cpu, memory.used, workers, gpus, *rest))
 
     def _end_workers(self) -> None:
         for worker in self._workers.values():
@@ -385,6 +393,6 @@ class Agent:
             kill_group(worker.process.pid or 0)
 
 
-def run(config: bytes, parent_pipe: int) -> None:
+def run(config: bytes, parent_pipe: int, environment: Environment | None = None) -> None:
     """Run the agent with this `Config` (JSON) until it must end. `parent_pipe`: a descriptor that becomes readable then, or -1."""
-    Agent(msgspec.json.decode(config, type=Config), parent_pipe).run()
+    Agent(msgspec.json.decode(config, type=Config), parent_pipe, environment or Environment(())).run()

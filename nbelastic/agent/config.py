@@ -26,6 +26,7 @@ class Config(msgspec.Struct, frozen=True):
     settings: dict[str, str]  # of the workers
     towards: str = ""  # an address on the driver's side of this host
     tunnel: str = ""  # the folder of the tunnel's end, through which the driver is reached; empty: there is none
+    requirements: tuple[str, ...] = ()  # of the user, for an environment of their own
     successor: float = (
         0.0  # seconds before the time limit of its Slurm job in which the agent gets SIGUSR1; 0: it is none
     )

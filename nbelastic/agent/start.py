@@ -1,4 +1,7 @@
-"""Entry point of an agent's process. It starts the template before its own imports, as both take seconds."""
+"""Entry point of an agent's process. It starts the template before its own imports, as both take seconds.
+
+If the environment for the user's requirements is not made yet, the agent has it made, and starts the template then.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,19 @@ def main() -> None:
     # A batch script ignores SIGUSR1 until the agent handles it. The template must not inherit that, as it would no handler.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     mp.get_context("forkserver").set_forkserver_preload([TEMPLATE])
-    forkserver.ensure_running()
+    environment = None
+    if settings.get("requirements"):
+        from nbelastic.agent.environment import Environment
+
+        environment = Environment(settings["requirements"])
+    if environment is None or environment.use():
+        forkserver.ensure_running()
+    else:
+        environment.begin()
 
     from nbelastic.agent import agent
 
-    agent.run(config, parent_pipe)
+    agent.run(config, parent_pipe, environment)
 
 
 def _from_stdin() -> tuple[bytes, int]:

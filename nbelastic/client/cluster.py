@@ -55,7 +55,7 @@ class Cluster(ClusterView):
     docs/reference.md: `{"recover": 30}`.
 
     `code_sync`: before each job and cell, hosts get the modules of the working folder and of `code_folders` that are imported
-    here, if they lack them. Workers import changed ones again.
+    here, if they lack them. Workers import changed ones again. `requirements`, a file or its lines: each host makes an environment.
 
     With `keep` the cluster outlives this process; `Cluster.attach` connects to it from another one. After `lease` seconds
     without a client it ends, with a last checkpoint if the job has checkpoints. `metrics_port`: serve OpenMetrics on this
@@ -95,6 +95,7 @@ class Cluster(ClusterView):
         metrics_port: int | None = None,
         code_sync: bool = True,
         code_folders: Sequence[str] = (),
+        requirements: str | Path | Sequence[str] | None = None,
     ) -> None:
         configuration = configure({name: value for name, value in locals().items() if name != "self"})
         self.name = configuration.settings.name

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from nbelastic.client.requirements import read_requirements
 from nbelastic.client.saved_arguments import BY_CLIENTS, arguments_to_attach, saved_arguments
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.host_sources import ClientDiscovery, HostDiscovery, Source
@@ -34,7 +35,7 @@ from nbelastic.system.gpu_count import visible_gpus
 
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: 1 lets several ranks use one GPU
 _numbers = itertools.count(1)  # for names of clusters that the user has not named
-_ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep", "code_sync")
+_ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep", "code_sync", "requirements")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     hosts, discovery, slots = given["hosts"], given["discovery"], given["slots"]
     if isinstance(discovery, str) and discovery.startswith(f"{KUBERNETES}:"):
         given["launcher"] = KUBERNETES  # agents start in the pods
+    given["requirements"] = read_requirements(given["requirements"])  # a later driver must not read an edited file
     launcher = given["launcher"]
     if launcher == KUBERNETES:
         connect = "direct" if own_namespace() else "exec"
@@ -169,6 +171,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         metrics_port=given["metrics_port"],
         code_sync=bool(given["code_sync"]),
         code_folders=_folders(given["code_folders"]),
+        requirements=given["requirements"],
     )
 
 

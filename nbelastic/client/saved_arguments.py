@@ -30,7 +30,7 @@ def saved_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:
     saved |= {
         name: {k: str(v) for k, v in saved[name].items()} for name in ("env", "launcher_options") if name in saved
     }
-    saved |= {name: list(saved[name]) for name in ("preload", "cooldown") if name in saved}
+    saved |= {name: list(saved[name]) for name in ("preload", "cooldown", "requirements") if name in saved}
     saved |= {name: [os.path.abspath(folder) for folder in saved[name]] for name in ("code_folders",) if name in saved}
     saved |= {name: dict(saved[name]) for name in ("timeouts",) if name in saved}
     match source:

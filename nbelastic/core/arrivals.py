@@ -13,7 +13,7 @@ from nbelastic.protocol.ids import WorkerId
 def agent_deadline(cluster: ClusterState, host: Host) -> float:
     """When the agent of a starting host must have connected."""
     awaited = host.phase is HostPhase.STARTING and host.spec.name not in cluster.probing
-    return host.since + cluster.limits.timeouts.agent if awaited else NEVER
+    return (host.prepares_by or host.since + cluster.limits.timeouts.agent) if awaited else NEVER
 
 
 def worker_deadline(cluster: ClusterState, w: WorkerId) -> float:
@@ -34,8 +34,8 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
         if len(found) >= MOST:
             break
         if host.phase is HostPhase.STARTING:
-            is_probed = name in cluster.probing
-            found.append(Missing("probed", name, host.reason) if is_probed else Missing("host starting", name))
+            is_explained = name in cluster.probing or host.prepares_by
+            found.append(Missing("probed", name, host.reason) if is_explained else Missing("host starting", name))
         elif host.phase is HostPhase.LOST:
             found.append(Missing("lost", name, host.reason, until=host.retry_at))
         elif not host.full:

@@ -9,27 +9,29 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import halts, losses
+from nbelastic.core import halts, host_lifecycle, losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host
 from nbelastic.core.reasons import Reason
 from nbelastic.core.state import ClusterState, Disconnected, HostPhase, Stage
 from nbelastic.protocol.cluster_limits import NEVER
-from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
+from nbelastic.protocol.connection_events import EnvironmentReported, HostDisconnected, HostReconnected
 
 BLIP = 3.0  # seconds in which a host that is only just needed may be reached again
 NEWS = "; nbelastic opens another one"
 
 
 def changed(
-    cluster: ClusterState, event: HostDisconnected | HostReconnected, now: float, out: Commands
+    cluster: ClusterState, event: HostDisconnected | HostReconnected | EnvironmentReported, now: float, out: Commands
 ) -> ClusterState:
-    """Note that a host receives no orders, or that it does so again."""
+    """Note that a host receives no orders, that it does so again, or that it cannot start workers yet."""
     match event:
         case HostDisconnected(host=name, reason=reason):
             return _disconnected(cluster, name, reason, now, out)
         case HostReconnected(host=name):
             return _reconnected(cluster, name, now, out)
+        case EnvironmentReported():
+            return host_lifecycle.environment_reported(cluster, event, now, out)
 
 
 def _disconnected(cluster: ClusterState, name: str, reason: str, now: float, out: Commands) -> ClusterState:

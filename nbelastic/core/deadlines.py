@@ -86,6 +86,8 @@ def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) ->
     for name, host in tuple(cluster.hosts.items()):
         if now >= arrivals.agent_deadline(cluster, host):
             why = f"its agent has sent nothing for {timeouts.agent:g} s"
+            if host.prepares_by:
+                why = f"it was not ready within {timeouts.environment:g} s: {host.reason}"
             cluster = losses.exclude_host(cluster, name, why, now, out, kind="host-lost")
     for w in [w for w in sorted(cluster.starting) if now >= arrivals.worker_deadline(cluster, w)]:
         why = f"{w} did not start within {now - cluster.workers[w].since:.0f} s"

@@ -12,6 +12,7 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host, with_slots, workers_on
 from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
 from nbelastic.core.state_holders import keeper
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import Gpu, HostSpec
 
 NAMES = 1000  # removed hosts whose highest incarnations are known one by one
@@ -122,6 +123,18 @@ def remove_if_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterS
     out.append(cmd.StopAgent(name))
     out.append(cmd.Record("host-gone", f"{name} has left", host=name))
     return _remove(cluster, name)
+
+
+def environment_reported(cluster: ClusterState, event: EnvironmentReported, now: float, out: Commands) -> ClusterState:
+    """The agent of a starting host makes an environment for the requirements, for which it has more time."""
+    name, host = event.host, cluster.hosts.get(event.host)
+    if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
+        return cluster
+    if not host.prepares_by:
+        out.append(cmd.Record("environment-begun", f"{name} makes an environment for the requirements", host=name))
+    until = host.prepares_by or now + cluster.limits.timeouts.environment
+    host = replace(host, prepares_by=until, reason=f"makes an environment for the requirements: {event.text}")
+    return replace(with_host(cluster, host), wake_at=min(cluster.wake_at, until))
 
 
 def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Commands) -> ClusterState:

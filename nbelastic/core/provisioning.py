@@ -71,7 +71,7 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     for name, host in _by_seniority(cluster):
         if host.phase is HostPhase.LOST and host.retry_at <= now:
             out.append(cmd.StartAgent(host.spec))
-            changed[name] = replace(host, phase=HostPhase.STARTING, since=now)
+            changed[name] = replace(host, phase=HostPhase.STARTING, since=now, prepares_by=0.0)
             wake = min(wake, now + cluster.limits.timeouts.agent)
         elif host.phase is HostPhase.LOST:
             wake = min(wake, host.retry_at)

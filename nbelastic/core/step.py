@@ -40,7 +40,7 @@ from nbelastic.core.state import ClusterState, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
+from nbelastic.protocol.connection_events import EnvironmentReported, HostDisconnected, HostReconnected
 
 __all__ = ["deadline", "step"]
 
@@ -95,7 +95,7 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return host_admission.agent_ready(cluster, event, now, out)
         case ev.AgentLost(host=name, reason=reason):
             return losses.host_lost(cluster, name, reason, now, out)
-        case HostDisconnected() | HostReconnected():
+        case HostDisconnected() | HostReconnected() | EnvironmentReported():
             return connections.changed(cluster, event, now, out)
         case ev.GpusReported():
             return provisioning.provision(gpus.reported(cluster, event, out), now, out)

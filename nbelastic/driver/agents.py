@@ -297,6 +297,7 @@ class Agents:
             "defaults": NCCL_DEFAULTS,
             "environment": {**NCCL_ENVIRONMENT, **settings.environment},
             "cwd": settings.cwd or "",
+            "requirements": settings.requirements,
             "settings": {"slots": str(spec.slots), "backend": settings.limits.backend},
         }
 

@@ -255,7 +255,7 @@ class Driver:
         for command in commands:
             self._components.executor.execute(command, now)
         self._decisions.set_deadline_timer(now)
-        for event in reports.frozen:
+        for event in reports.later:
             self.post(event)
         self.jobs.resume(previous.job, reports)
         self._components.cells.remove_unused_values(self.cluster)

@@ -24,6 +24,7 @@ from nbelastic.driver.workers import Workers
 from nbelastic.protocol import agent_messages, cell_messages, code_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 
@@ -93,9 +94,9 @@ class ReceivedMessages:
         match message:
             case agent_messages.NodeExited():
                 self._scripts.on_node_exited(message)
-            case agent_messages.AgentHello() | worker_messages.WorkerReport() | ev.WorkerFrozen() if (
-                self.takeover is not None
-            ):
+            case (
+                agent_messages.AgentHello() | EnvironmentReported() | worker_messages.WorkerReport() | ev.WorkerFrozen()
+            ) if self.takeover is not None:
                 self.takeover.add(message)
             case worker_messages.WorkerReport():
                 self._handle_late_report(message)
@@ -172,6 +173,10 @@ class ReceivedMessages:
         untested = versions.untested(message.versions)
         if untested and not problem:
             self._record(cmd.Record("torch-untested", f"{host}: {untested}", host=host))
+        if message.packages is not None:
+            packages = ", ".join(f"{name} {version}" for name, version in message.packages.items()) or "none"
+            text = f"{host} has an environment for the requirements; packages beside those of the host: {packages}"
+            self._record(cmd.Record("environment-ready", text, host=host))
         driver_address = self._agents.driver_address_for(host)
         ready = ev.AgentReady(host, message.pid, message.addresses, message.port, problem, driver_address, message.gpus)
         self._post(ready)

@@ -14,6 +14,7 @@ from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 from nbelastic.system.process_identity import is_alive
@@ -38,14 +39,18 @@ class TakeoverReports:
         self._timeout = max(silence, MIN_TIMEOUT if all(map(is_alive, tunnels)) else REOPEN_TIMEOUT)
         self._complete = asyncio.Event()
         hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}
-        self._missing_agents = hosts - hosts_with_queued_jobs(saved)
+        self.coming = hosts_with_queued_jobs(saved)  # hosts whose agents will report when they can
+        self._missing_agents = hosts - self.coming
         self._inside = _external_nodes_inside(saved)  # with their processes, if they are on this machine
         self._missing_workers: dict[str, set[WorkerId]] = {}  # by host, for agents that have reported
         self.agents: dict[str, agent_messages.AgentHello] = {}
         self.workers: dict[WorkerId, worker_messages.WorkerReport] = {}
-        self.frozen: list[ev.WorkerFrozen] = []  # handled after the takeover
+        self.later: list[ev.WorkerFrozen | EnvironmentReported] = []  # handled after the takeover
 
-    def add(self, message: agent_messages.AgentHello | worker_messages.WorkerReport | ev.WorkerFrozen) -> None:
+    def add(
+        self,
+        message: agent_messages.AgentHello | EnvironmentReported | worker_messages.WorkerReport | ev.WorkerFrozen,
+    ) -> None:
         """Take a report. The cost of a worker's report does not grow with the number of workers."""
         match message:
             case agent_messages.AgentHello(host=host, workers=workers):
@@ -53,13 +58,17 @@ class TakeoverReports:
                 self._missing_workers[host] = {w for w, _ in workers if w not in self.workers}
                 reported = sum(len(agent.workers) for agent in self.agents.values())
                 self._timeout = max(self._timeout, MIN_TIMEOUT + TIMEOUT_PER_WORKER * reported)
+            case EnvironmentReported(host=host):  # it has no workers
+                self.coming.add(host)
+                self._missing_workers[host] = set()
+                self.later.append(message)
             case worker_messages.WorkerReport(worker=w):
                 host = w.host
                 self.workers[w] = message
                 self._missing_workers.get(host, set()).discard(w)
             case ev.WorkerFrozen(worker=w):  # a frozen worker cannot report
                 host = w.host
-                self.frozen.append(message)
+                self.later.append(message)
                 self._missing_workers.get(host, set()).discard(w)
         if not self._missing_workers.get(host, {host}):
             del self._missing_workers[host]
@@ -106,5 +115,6 @@ def resume_cluster(
     """The cluster state according to the snapshot and the reports, and the first commands."""
     ours = versions.installed()
     problems = {host: versions.difference(agent.versions, ours) for host, agent in reports.agents.items()}
-    queued = hosts_with_queued_jobs(saved)
-    return takeover.resume(saved.cluster, reports.agents, reports.workers, now, problems=problems, coming=queued)
+    return takeover.resume(
+        saved.cluster, reports.agents, reports.workers, now, problems=problems, coming=reports.coming
+    )

@@ -55,6 +55,7 @@ START_OPTIONS = (
         default=None,
         help="do not send the notebook's modules to the hosts, nor import changed ones again",
     ),
+    argument("--requirements", metavar="FILE", help="packages for the workers: each host makes an environment with uv"),
     several("--preload", metavar="MODULES", help="modules to import before workers fork"),
     argument(
         "--keep",

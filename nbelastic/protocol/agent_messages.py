@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from nbelastic.protocol import code_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import Gpu, Interface, WorkerId
 from nbelastic.protocol.messages import Message, NewDriver, Rehome
 
@@ -28,6 +29,7 @@ class AgentHello(Message):
     ended: dict[int, int] = {}  # exit codes of nodes that have ended, by number
     gpus: tuple[Gpu, ...] = ()  # that its workers may use
     worker_gpus: dict[str, str] = {}  # by `str(WorkerId)`: the GPU of a worker that runs
+    packages: dict[str, str] | None = None  # of the environment for the requirements, with versions; None: it has none
 
 
 class AgentSample(Message):
@@ -151,6 +153,7 @@ FromAgent = (
     | code_messages.CodeStored
     | ev.Probed
     | ev.GpusReported
+    | EnvironmentReported
     | ev.WorkerStarted
     | ev.WorkerExited
     | ev.WorkerFrozen

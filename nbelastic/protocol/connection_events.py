@@ -1,4 +1,4 @@
-"""Events about the connections to hosts whose agents run on without one."""
+"""Events about hosts whose agents run without a connection, or cannot start workers yet."""
 
 # mypy: disable-error-code="misc"
 # (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
@@ -22,3 +22,10 @@ class HostReconnected(Event):
     """Driver → core: after `HostDisconnected`, a message of this host's agent has arrived."""
 
     host: str
+
+
+class EnvironmentReported(Event):
+    """Agent → core: the host makes an environment for the user's requirements. `text`: how far it is, in words."""
+
+    host: str
+    text: str

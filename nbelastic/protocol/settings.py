@@ -74,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True):
     metrics_port: int | None = None  # of 127.0.0.1
     code_sync: bool = True  # the hosts get the modules of the notebook's folders
     code_folders: tuple[str, ...] = ()  # beside the working folder; absolute
+    requirements: tuple[str, ...] = ()  # lines, for an environment on each host
 
     @property
     def silence(self) -> float:

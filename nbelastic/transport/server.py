@@ -28,6 +28,7 @@ import zmq.auth.asyncio
 from nbelastic.protocol import agent_messages, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.messages import HEAD
@@ -347,7 +348,7 @@ class Server:
 
         For a host's own node `NodeReady` is the introduction. A message meant for an earlier driver is stale.
         """
-        first = (agent_messages.AgentHello, worker_messages.WorkerReport, node_messages.NodeHello)
+        first = (agent_messages.AgentHello, EnvironmentReported, worker_messages.WorkerReport, node_messages.NodeHello)
         says = isinstance(message, first) or (isinstance(message, sev.NodeReady) and not message.external)
         return says and bool(head) and self._delivery_of(peer).is_addressed_here(head)
 

@@ -58,6 +58,7 @@ FILL = {
     tuple[tuple[WorkerId, int], ...]: ((W, 4711),),
     tuple[tuple[int, dict[str, float | None]], ...]: ((8, {"loss": 0.25}), (9, {"loss": None})),
     dict[int, int]: {0: 3, 1: 1},
+    dict[str, str] | None: {"einops": "0.8.2"},
     ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None: ev.WorkerRaised(
         W, 7, intact=True, error="ValueError: no"
     ),

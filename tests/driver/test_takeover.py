@@ -10,6 +10,7 @@ from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.system.process_identity import identity
 
@@ -74,7 +75,7 @@ def test_the_driver_does_not_wait_for_a_frozen_worker():
     assert not complete(reports)
     reports.add(ev.WorkerFrozen(WORKERS[2], "stopped"))
     assert complete(reports)
-    assert reports.frozen == [ev.WorkerFrozen(WORKERS[2], "stopped")]
+    assert reports.later == [ev.WorkerFrozen(WORKERS[2], "stopped")]
 
 
 def test_the_driver_waits_until_terminals_have_left_a_scripts_round():
@@ -90,3 +91,14 @@ def test_the_driver_waits_until_terminals_have_left_a_scripts_round():
     assert not complete(reports)
     reports.add_node_event(sev.NodeLeft("here", "it has ended"))
     assert complete(reports)
+
+
+def test_the_driver_does_not_wait_for_an_environment_that_is_being_made():
+    """An agent that makes one has no workers; its host stays starting, and its report is handled after the takeover."""
+    reports = reports_of_two_hosts()
+    reports.add(hello("a"))
+    reports.add(worker_messages.WorkerReport(WORKERS[0], 1))
+    reports.add(worker_messages.WorkerReport(WORKERS[1], 1))
+    reports.add(EnvironmentReported("b", "uv: Downloading timm"))
+    assert complete(reports)
+    assert (reports.coming, reports.later) == ({"b"}, [EnvironmentReported("b", "uv: Downloading timm")])

@@ -1,0 +1,194 @@
+"""Makes a Python environment for the user's requirements with uv, beside the host's own one. Run by an agent.
+
+It has the packages of the host's environment, nbelastic and torch among them: a `.pth` file leads there. uv looks only at
+the environment itself, and would install torch again for each package that needs it. So it is first given the metadata of the
+host's packages, without their files. It then installs what is missing, or what the requirements want in another version.
+
+The last line of the output says what is done or, with exit code 1, what has failed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nbelastic.agent.environment import READY, installed_folders, lock_of
+from nbelastic.system.processes import die_with_parent
+
+UNUSED = 30 * 24 * 3600  # seconds after which an environment that no agent has used is removed
+BORROWED = "nbelastic"  # the installer of the host's packages
+KEPT = 12  # lines of uv that explain a failure
+_PASSWORD = re.compile(r"://[^/\s@]+@")
+_SIGNS = re.compile(r"^[\s×╰├│─▶╭]+")
+_KIND = re.compile(r"^(error|cause): ")
+_NAMES = re.compile(r"[-_.]+")
+
+
+class NotMadeError(Exception):
+    """Why there is no environment, and what to do."""
+
+
+def main() -> None:
+    """Read the order, one JSON object, from the standard input. The argument is the agent's pid."""
+    die_with_parent(parent=int(sys.argv[1]))
+    order: dict[str, Any] = json.load(sys.stdin)
+    folder = Path(order["folder"])
+    try:
+        with _alone(folder):
+            if not (folder / READY).exists():
+                _make(folder, order["requirements"], order["path"])
+        remove_unused(folder.parent)
+    except (NotMadeError, OSError) as error:
+        _end(str(error))
+
+
+def _say(text: str) -> None:
+    print(_PASSWORD.sub("://***@", text), flush=True)
+
+
+def _end(why: str) -> NoReturn:
+    _say(why)
+    sys.exit(1)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make this environment in one process at a time, also of other hosts with the same home folder."""
+    with open(lock_of(folder), "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("another agent makes it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: several may make it, and the first one is used
+            pass
+        else:
+            for left in folder.parent.glob(f".{folder.name}-*"):  # by makers that were killed
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _make(folder: Path, requirements: Sequence[str], path: Sequence[str]) -> None:
+    """Make the environment in a folder beside, and rename that: an environment is whole, or is not there."""
+    uv = _uv()
+    parent = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        new = parent / "environment"
+        _run([*uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, str(new)], parent, "")
+        modules = next(new.glob("lib/python*/site-packages"))
+        leads = [f"import site; site.addsitedir({folder!r})\n" for folder in installed_folders()]
+        (modules / "_nbelastic.pth").write_text("".join(leads), "utf-8")  # reads the `.pth` files there, too
+        _borrow(modules, path)
+        python = str(new / "bin" / "python")
+        _run([*uv, "pip", "install", "--python", python, "--requirement", "-"], parent, "\n".join(requirements) + "\n")
+        packages = _return_borrowed(modules)
+        paths = [os.path.relpath(path, new) for path in _paths_in(new, python)]
+        (new / READY).write_text(json.dumps({"packages": packages, "paths": paths}))
+        try:
+            new.rename(folder)
+        except OSError:
+            if not (folder / READY).exists():
+                raise
+    finally:
+        shutil.rmtree(parent, ignore_errors=True)
+
+
+def _uv() -> list[str]:
+    places = [os.path.join(sys.prefix, "bin"), *(str(Path.home() / name / "bin") for name in (".local", ".cargo"))]
+    found = shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(places))
+    if found:
+        return [found]
+    if importlib.util.find_spec("uv"):
+        return [sys.executable, "-m", "uv"]
+    raise NotMadeError(f"uv is missing: `{sys.executable} -m pip install uv` there, or have it in the PATH")
+
+
+def _run(command: Sequence[str], folder: Path, text: str) -> None:
+    """Run uv with this input, and pass on what it prints. NotMadeError with its last lines if it fails."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,  # no project's settings apply there
+        env={**os.environ, "UV_NO_PROGRESS": "1", "NO_COLOR": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with_parent,  # noqa: PLW1509  (this process has one thread)
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(text)
+    lines: list[str] = []
+    for line in process.stdout:
+        if line.strip() and not line.startswith("Using Python"):
+            lines.append(_SIGNS.sub("", line).strip())
+            _say(f"uv: {lines[-1]}")
+    if code := process.wait():
+        errors = next((lines[i:] for i, line in enumerate(lines) if line.startswith("error")), lines)[-KEPT:]
+        why = "; ".join(_KIND.sub("", line) for line in errors)
+        raise NotMadeError(f"uv: {why}" if why else f"uv has ended with exit code {code}")
+
+
+def _borrow(modules: Path, path: Sequence[str]) -> None:
+    """Have uv believe that the packages of the host are installed here."""
+    names = set()
+    for package in importlib.metadata.distributions(path=[folder for folder in path if folder]):
+        text = package.read_text("METADATA") or package.read_text("PKG-INFO")
+        name = _NAMES.sub("_", package.name or "").lower()
+        if not text or not name or name in names:
+            continue
+        names.add(name)
+        folder = modules / f"{name}-{package.version}.dist-info"
+        files = {"METADATA": text, "INSTALLER": BORROWED, "RECORD": ""}
+        files["RECORD"] = "".join(f"{folder.name}/{file},,\n" for file in files)
+        folder.mkdir()
+        for file, content in files.items():
+            (folder / file).write_text(content, "utf-8")
+
+
+def _return_borrowed(modules: Path) -> dict[str, str]:
+    """Remove what `_borrow` has written. Returns the packages that uv has installed, with their versions."""
+    installed = {}
+    for folder in modules.glob("*.dist-info"):
+        file = folder / "INSTALLER"
+        if file.exists() and file.read_text() == BORROWED:
+            shutil.rmtree(folder)
+        else:
+            name, _, version = folder.name.removesuffix(".dist-info").partition("-")
+            installed[name] = version
+    return dict(sorted(installed.items()))
+
+
+def _paths_in(folder: Path, python: str) -> list[str]:
+    """The folders of modules in the environment, with those that its packages add, in the order of its `sys.path`."""
+    out = subprocess.run(
+        [python, "-c", "import json, sys; print(json.dumps(sys.path))"], check=True, capture_output=True
+    ).stdout
+    return [path for path in json.loads(out) if path.startswith(f"{folder}/")]
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove environments that no agent has used for `UNUSED` seconds, and what killed makers have left of them."""
+    for file in folder.glob("*.lock"):
+        with suppress(OSError), open(file, "ab") as lock:
+            if time.time() - file.stat().st_mtime < UNUSED:
+                continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: an agent uses it
+            for path in (file.with_suffix(""), *folder.glob(f".{file.stem}-*")):
+                shutil.rmtree(path, ignore_errors=True)
+            file.unlink()

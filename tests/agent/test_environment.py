@@ -1,0 +1,195 @@
+"""Environments for requirements: what names them, who makes them, and when they are removed. No test needs the network."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nbelastic.agent import environment_maker
+from nbelastic.agent.environment import READY, Environment, environments_folder, lock_of, name_of
+from tests.support.waiting import until
+from tests.support.wheels import make_wheel
+
+pytest.importorskip("uv")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    return environments_folder()
+
+
+@pytest.fixture
+def wheels(tmp_path):
+    """A folder with wheels, and lines that have uv look nowhere else."""
+    folder = tmp_path / "wheels"
+    make_wheel(folder, "only-there", "1.0", "WORD = 'there'\n", requires=("torch>=2", "psutil"))
+    make_wheel(folder, "psutil", "0.0.1", "WORD = 'older'\n")
+    return [f"--no-index\n--find-links {folder}"]
+
+
+def made(environment, timeout=60.0):
+    """Whether it was made; `text` says why not."""
+    environment.begin()
+    answers = []
+
+    def ended():
+        answers.append(environment.check())
+        return answers[-1] is not None
+
+    until(ended, timeout)
+    return answers[-1]
+
+
+def in_it(environment, code):
+    python = environment._folder / "bin" / "python"
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def settings():
+    """What `use` changes in this process."""
+    from multiprocessing import spawn
+
+    before = sys.path[:], spawn.get_executable(), os.environ["PATH"]
+    yield before[0]
+    sys.path[:], os.environ["PATH"] = before[0], before[2]
+    spawn.set_executable(before[1])
+
+
+def test_an_environment_has_the_hosts_packages_and_what_is_missing_there(wheels, cache, settings, monkeypatch):
+    """uv installs the package, but not torch that it needs. A second agent uses the same environment at once."""
+    monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
+    environment = Environment([*wheels, "only-there"])
+    assert not environment.use()
+    assert made(environment), environment.text
+    assert environment.packages == {"only_there": "1.0"}
+    words = in_it(environment, "import only_there, psutil, torch; print(only_there.WORD, psutil.__version__)").split()
+    import psutil
+
+    assert words == ["there", psutil.__version__]
+    assert in_it(environment, "import importlib.metadata as m; print(m.version('torch'), m.version('only-there'))")
+    assert sorted(os.listdir(cache)) == sorted([environment._folder.name, lock_of(environment._folder).name])
+    sys.path[:] = settings  # another agent's
+    again = Environment([*wheels, "only-there"])
+    assert again.use()
+    assert again.packages == environment.packages
+    sys.path[:] = settings
+    assert not Environment([*wheels, "only-there", "psutil"]).use()
+
+
+def test_a_version_that_the_requirements_name_goes_before_the_hosts(wheels, settings, monkeypatch):
+    """The host's own package stays as it is."""
+    monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
+    environment = Environment([*wheels, "psutil==0.0.1"])
+    assert made(environment), environment.text
+    assert environment.packages == {"psutil": "0.0.1"}
+    assert in_it(environment, "import psutil; print(psutil.WORD)") == "older"
+    assert subprocess.run([sys.executable, "-c", "import psutil; psutil.pids"], check=False).returncode == 0
+
+
+def test_a_failure_has_uvs_words_and_leaves_nothing(wheels, cache):
+    """The text names the package."""
+    environment = Environment([*wheels, "not-anywhere==3"])
+    assert made(environment) is False
+    assert environment.text.startswith("uv: No solution found")
+    assert "not-anywhere" in environment.text
+    assert "\n" not in environment.text
+    assert os.listdir(cache) == [lock_of(environment._folder).name]
+
+
+def test_without_uv_the_text_says_how_to_get_it(wheels, monkeypatch, tmp_path):
+    """There is no uv in the PATH, in the home folder, or for this Python."""
+    monkeypatch.setattr(environment_maker.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(environment_maker.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(environment_maker.NotMadeError, match=r"uv is missing: `\S+ -m pip install uv` there"):
+        environment_maker._uv()
+
+
+def test_passwords_in_addresses_are_not_shown(capsys):
+    environment_maker._say("uv: https://me:word@host/simple failed, and https://token@host/x")
+    assert capsys.readouterr().out == "uv: https://***@host/simple failed, and https://***@host/x\n"
+
+
+def test_a_maker_that_is_killed_leaves_no_environment_and_the_next_one_cleans_up(wheels, cache, settings, monkeypatch):
+    """Kill the maker while uv runs: uv ends with it, and the next maker begins anew."""
+    monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
+    environment = Environment([*wheels, "only-there"])
+    environment.begin()
+    until(lambda: list(cache.glob(".*/environment")))
+    environment.close()
+    assert not environment.is_ready
+    left = list(cache.glob(".*"))
+    assert left
+    assert not environment.use()
+    assert made(environment), environment.text
+    assert not list(cache.glob(".*"))
+
+
+def test_one_process_at_a_time_makes_an_environment(wheels, cache, settings, monkeypatch):
+    """A second agent waits for the first one's maker, and says so."""
+    monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
+    environment = Environment([*wheels, "only-there"])
+    with open(lock_of(environment._folder), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        environment.begin()
+        until(lambda: environment.check() is None and environment.text == "another agent makes it")
+    until(lambda: environment.check() is not None)
+    assert environment.is_ready
+
+
+def test_an_environment_that_no_one_has_used_for_long_is_removed(cache):
+    """One that an agent uses stays, however old its last use."""
+    old, used, new = (cache / name for name in ("old", "used", "new"))
+    for folder in (old, used, new, cache / ".old-left"):
+        folder.mkdir(parents=True)
+    for folder in (old, used, new):
+        lock_of(folder).touch()
+    past = time.time() - environment_maker.UNUSED - 60
+    os.utime(lock_of(old), (past, past))
+    os.utime(lock_of(used), (past, past))
+    with open(lock_of(used), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        environment_maker.remove_unused(cache)
+    assert sorted(os.listdir(cache)) == ["new", "new.lock", "used", "used.lock"]
+
+
+def test_use_counts_as_use(cache, settings):
+    """Each use renews the 30 days."""
+    environment = Environment(["one"])
+    folder = environment._folder
+    folder.mkdir(parents=True)
+    (folder / READY).write_text(json.dumps({"packages": {}, "paths": []}))
+    lock_of(folder).touch()
+    os.utime(lock_of(folder), (1.0, 1.0))
+    assert environment.use()
+    assert time.time() - lock_of(folder).stat().st_mtime < 60
+
+
+def test_a_name_stands_for_requirements_python_and_the_hosts_packages(tmp_path, monkeypatch):
+    """Another package on the host, or another version of one, makes another environment."""
+    path = [str(tmp_path), "", str(tmp_path / "missing.zip")]
+    names = {name_of(["a"], path), name_of(["b"], path), name_of(["a", "b"], path)}
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    names.add(name_of(["a"], path))
+    (tmp_path / "torch-2.13.0.dist-info").rename(tmp_path / "torch-2.14.0.dist-info")
+    names.add(name_of(["a"], path))
+    monkeypatch.setattr(sys, "prefix", "/another")
+    names.add(name_of(["a"], path))
+    assert len(names) == 6
+    assert name_of(["a"], path) in names
+
+
+def test_without_requirements_nothing_is_made(cache):
+    environment = Environment(())
+    assert environment.use()
+    assert (environment.is_ready, environment.sentinels, environment.packages) == (True, [], {})
+    assert not Path(cache).exists()
