@@ -28,7 +28,7 @@ from nbelastic.driver.liveness import MAX_CHECK_DELAY
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.status import snapshot
-from nbelastic.driver.takeover import TakeoverReports, hosts_with_queued_jobs, resume_cluster
+from nbelastic.driver.takeover import TakeoverReports, resume_cluster
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import ClusterStoppedError, HostError
 from nbelastic.protocol import events as ev
@@ -250,7 +250,7 @@ class Driver:
         for w in self.cluster.workers:
             if w not in reports.workers:
                 self._components.workers.expect(w)
-        for host in previous.agents.keys() - reports.agents.keys() - hosts_with_queued_jobs(previous):
+        for host in previous.agents.keys() - reports.agents.keys() - reports.coming:
             self._components.agents.give_up(host)
         for command in commands:
             self._components.executor.execute(command, now)
