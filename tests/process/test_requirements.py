@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 
 import pytest
 
 import nbelastic as nbe
 from nbelastic.agent.environment import environments_folder
+from tests.support.waiting import until
 from tests.support.wheels import make_wheel
 
 pytest.importorskip("uv")
@@ -36,29 +38,48 @@ def there():
     return only_there.WORD, only_there.__file__, torch.__file__, child.stdout.strip()
 
 
-@pytest.mark.cold
-def test_workers_have_the_required_packages_and_the_notebook_has_not(make, requirements):
-    """Two hosts of one machine share an environment, of which the event log has the packages. torch is the host's own.
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """uv does nothing before this file is there."""
+    folder, file = tmp_path / "bin", tmp_path / "go"
+    folder.mkdir()
+    (folder / "uv").write_text(
+        f'#!/bin/sh\nwhile [ ! -e "{file}" ]; do sleep 0.05; done\nexec "{sys.executable}" -m uv "$@"\n'
+    )
+    (folder / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return file
 
-    A host that is added later, and a worker that is restarted, have it too.
+
+@pytest.mark.cold
+def test_workers_have_the_required_packages_and_the_notebook_has_not(make, requirements, go):
+    """torch is the host's own. A host that is added later, and a worker that is restarted, have the packages too.
+
+    While uv runs, the status says so, and a new driver that takes over waits for it.
     """
     import torch
 
-    cluster = make("localhost:1,127.0.0.2:1", min=2, requirements=requirements, preload=("only_there",), wait=False)
-    cluster.wait(2, timeout=60)
-    rows = cluster.run(there).result(timeout=20)
-    assert {row[0] for row in rows} == {row[3] for row in rows} == {"there"}
-    assert {os.path.commonpath([row[1], environments_folder()]) for row in rows} == {str(environments_folder())}
-    assert {row[2] for row in rows} == {torch.__file__}
+    cluster = make("localhost:1", min=1, requirements=requirements, preload=("only_there",), wait=False)
+    until(lambda: "localhost: makes an environment for the requirements" in cluster.status().reason)
+    os.kill(cluster._link.process.pid, signal.SIGKILL)
+    until(lambda: any(event.kind == "driver-came" for event in cluster.events))
+    go.touch()
+    cluster.wait(1, timeout=60)
+    [row] = cluster.run(there).result(timeout=20)
+    assert (row[0], row[2], row[3]) == ("there", torch.__file__, "there")
+    assert os.path.commonpath([row[1], environments_folder()]) == str(environments_folder())
     assert importlib.util.find_spec("only_there") is None
-    found = [event for event in cluster.events if event.kind.startswith("environment-")]
-    assert {event.host for event in found} == {"localhost", "127.0.0.2"}
-    assert sum(event.text.endswith("beside those of the host: only_there 1.0") for event in found) == 2
-    assert len(list(environments_folder().glob("*/"))) == 1
-    os.kill(cluster.workers[0].pid, 9)
-    cluster.add_host("127.0.0.3:1")
-    cluster.wait(3, timeout=60)
-    assert [row[0] for row in cluster.run(there).result(timeout=20)] == ["there"] * 3
+    os.kill(cluster.workers[0].pid, signal.SIGKILL)
+    cluster.add_host("127.0.0.2:1")
+    cluster.wait(2, timeout=60)
+    assert [row[0] for row in cluster.run(there).result(timeout=20)] == ["there"] * 2
+    events = [
+        (event.kind, event.host) for event in cluster.events if event.kind.startswith(("environment-", "host-lost"))
+    ]
+    begun, ready = "environment-begun", "environment-ready"
+    assert events == [(begun, "localhost"), (begun, "localhost"), (ready, "localhost"), (ready, "127.0.0.2")]
+    texts = {event.text for event in cluster.events if event.kind == ready}
+    assert all(text.endswith("; packages beside those of the host: only_there 1.0") for text in texts)
 
 
 @pytest.mark.cold
