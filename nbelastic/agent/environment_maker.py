@@ -51,8 +51,10 @@ def main() -> None:
             if not (folder / READY).exists():
                 _make(folder, order["requirements"], order["path"])
         remove_unused(folder.parent)
-    except (NotMadeError, OSError) as error:
+    except NotMadeError as error:
         _end(str(error))
+    except OSError as error:
+        _end(f"{error.filename or folder}: {error.strerror}; --env XDG_CACHE_HOME=FOLDER names another place")
 
 
 def _say(text: str) -> None:

@@ -67,6 +67,7 @@ class ReceivedMessages:
         self._stall_detector = stall_detector
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
         self.takeover = takeover
+        self._packages: dict[str, dict[str, str]] = {}  # by host, those of its environment for the requirements
         self._refused: dict[str, str] = {}  # by host, which preloaded modules its template has refused, and why
 
     def is_known(self, peer: str) -> bool:
@@ -177,6 +178,10 @@ class ReceivedMessages:
             packages = ", ".join(f"{name} {version}" for name, version in message.packages.items()) or "none"
             text = f"{host} has an environment for the requirements; packages beside those of the host: {packages}"
             self._record(cmd.Record("environment-ready", text, host=host))
+            self._packages[host] = message.packages
+            if different := versions.differing(self._packages, host):
+                text = f"{host}: {different}: name exact versions in the requirements"
+                self._record(cmd.Record("environment-differs", text, host=host))
         driver_address = self._agents.driver_address_for(host)
         ready = ev.AgentReady(host, message.pid, message.addresses, message.port, problem, driver_address, message.gpus)
         self._post(ready)

@@ -39,6 +39,16 @@ def difference(there: Mapping[str, str], here: Mapping[str, str]) -> str:
     return "; ".join(parts)
 
 
+def differing(packages: Mapping[str, Mapping[str, str]], host: str) -> str:
+    """Which packages a host has in other versions than another host; empty if none. `packages`: versions by host and name."""
+    found = {}
+    for other, theirs in packages.items():
+        for name, version in packages[host].items():
+            if theirs.get(name, version) != version:
+                found.setdefault(name, f"{name} {version} there, {theirs[name]} on {other}")
+    return "; ".join(found.values())
+
+
 def untested(there: Mapping[str, str]) -> str:
     """That torch there is of a version with which nbelastic was not tested; empty if it was."""
     torch = there.get("torch", "")
