@@ -41,7 +41,7 @@ def difference(there: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 def differing(packages: Mapping[str, Mapping[str, str]], host: str) -> str:
     """Which packages a host has in other versions than another host; empty if none. `packages`: versions by host and name."""
-    found = {}
+    found: dict[str, str] = {}
     for other, theirs in packages.items():
         for name, version in packages[host].items():
             if theirs.get(name, version) != version:
