@@ -6,6 +6,7 @@ in a process of its own. The template, and so each worker, runs in it; the agent
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import multiprocessing as mp
@@ -57,7 +58,7 @@ class Environment:
         return True
 
     def _read(self, folder: Path) -> dict[str, Any] | None:
-        if not (folder / READY).exists():
+        if not (folder / READY).exists() or not is_private(folder.parent):
             return None
         with suppress(OSError):  # not every file system has locks: then none is removed either
             lock = os.open(
@@ -132,9 +133,17 @@ def environments_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbelastic" / "environments"
 
 
+def is_private(folder: Path) -> bool:
+    """Whether no other user can have put an environment there."""
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
 def lock_of(folder: Path) -> Path:
-    """The file that is locked while an environment is made (exclusively) or used."""
+    """The file that is locked while an environment is made (exclusively) or used. OSError if there can be none."""
     make_private(folder.parent)
+    if not is_private(folder.parent):
+        raise OSError(errno.EPERM, "it belongs to another user, or others can write to it", str(folder.parent))
     return folder.with_name(f"{folder.name}.lock")
 
 

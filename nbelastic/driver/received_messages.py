@@ -179,6 +179,7 @@ class ReceivedMessages:
             text = f"{host} has an environment for the requirements; packages beside those of the host: {packages}"
             self._record(cmd.Record("environment-ready", text, host=host))
             self._packages[host] = message.packages
+            problem += " (in the environment for the requirements)" if problem else ""
             if different := versions.differing(self._packages, host):
                 text = f"{host}: {different}: name exact versions in the requirements"
                 self._record(cmd.Record("environment-differs", text, host=host))

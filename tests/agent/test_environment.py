@@ -188,6 +188,19 @@ def test_a_name_stands_for_requirements_python_and_the_hosts_packages(tmp_path, 
     assert name_of(["a"], path) in names
 
 
+def test_an_environment_in_a_folder_of_others_is_not_used(cache):
+    """Another user could have put it there."""
+    environment = Environment(["one"])
+    environment._folder.mkdir(parents=True)
+    (environment._folder / READY).write_text(json.dumps({"packages": {}, "paths": []}))
+    cache.chmod(0o777)
+    assert not environment.use()
+    assert made(environment) is False
+    assert environment.text == (
+        f"{cache}: it belongs to another user, or others can write to it; --env XDG_CACHE_HOME=FOLDER names another place"
+    )
+
+
 def test_without_requirements_nothing_is_made(cache):
     environment = Environment(())
     assert environment.use()

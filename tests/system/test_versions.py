@@ -53,7 +53,7 @@ def test_a_torch_that_was_not_tested_is_named():
 
 
 def test_packages_that_differ_between_hosts_are_named_once():
-    """A package that only one of two hosts has in its environment is no difference: the other's Python may have it."""
+    """A package that only one of two hosts has in its environment is not named: the other's Python may have it."""
     packages = {"a": {"einops": "0.8.1", "timm": "1.0"}, "b": {"einops": "0.8.1"}, "c": {"einops": "0.8.2", "x": "1"}}
     assert versions.differing(packages, "b") == "einops 0.8.1 there, 0.8.2 on c"
     assert versions.differing(packages, "c") == "einops 0.8.2 there, 0.8.1 on a"
