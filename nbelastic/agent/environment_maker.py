@@ -32,8 +32,8 @@ UNUSED = 30 * 24 * 3600  # seconds after which an environment that no agent has 
 BORROWED = "nbelastic"  # the installer of the host's packages
 KEPT = 12  # lines of uv that explain a failure
 _PASSWORD = re.compile(r"://[^/\s@]+@")
-_SIGNS = re.compile(r"^[\s×╰├│─▶╭]+")
-_KIND = re.compile(r"^(error|cause): ")
+_CAUSE = re.compile(r":?\s*(?:[╰├]─▶|\bcause:|\bCaused by:)\s*")
+_SIGNS = re.compile(r"[×╰├│─▶╭]+\s*")
 _NAMES = re.compile(r"[-_.]+")
 
 
@@ -138,12 +138,18 @@ def _run(command: Sequence[str], folder: Path, text: str) -> None:
     lines: list[str] = []
     for line in process.stdout:
         if line.strip() and not line.startswith("Using Python"):
-            lines.append(_SIGNS.sub("", line).strip())
-            _say(f"uv: {lines[-1]}")
+            lines.append(line.strip())
+            _say(f"uv: {_SIGNS.sub('', lines[-1])}")
     if code := process.wait():
-        errors = next((lines[i:] for i, line in enumerate(lines) if line.startswith("error")), lines)[-KEPT:]
-        why = "; ".join(_KIND.sub("", line) for line in errors)
+        why = in_one_line(lines)
         raise NotMadeError(f"uv: {why}" if why else f"uv has ended with exit code {code}")
+
+
+def in_one_line(lines: Sequence[str]) -> str:
+    """What uv prints about a failure: from the line that names it, or the last lines."""
+    begins = next((i for i, line in enumerate(lines) if line.startswith(("error:", "×"))), 0)
+    text = " ".join(line.removeprefix("error: ") for line in lines[begins:][-KEPT:])
+    return _SIGNS.sub("", _CAUSE.sub(": ", text))
 
 
 def _borrow(modules: Path, path: Sequence[str]) -> None:

@@ -67,6 +67,7 @@ class ReceivedMessages:
         self._stall_detector = stall_detector
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
         self.takeover = takeover
+        self._environments: dict[str, int] = {}  # by host, the pid of the agent whose environment was recorded
         self._packages: dict[str, dict[str, str]] = {}  # by host, those of its environment for the requirements
         self._refused: dict[str, str] = {}  # by host, which preloaded modules its template has refused, and why
 
@@ -175,17 +176,24 @@ class ReceivedMessages:
         if untested and not problem:
             self._record(cmd.Record("torch-untested", f"{host}: {untested}", host=host))
         if message.packages is not None:
-            packages = ", ".join(f"{name} {version}" for name, version in message.packages.items()) or "none"
-            text = f"{host} has an environment for the requirements; packages beside those of the host: {packages}"
-            self._record(cmd.Record("environment-ready", text, host=host))
-            self._packages[host] = message.packages
             problem += " (in the environment for the requirements)" if problem else ""
-            if different := versions.differing(self._packages, host):
-                text = f"{host}: {different}: name exact versions in the requirements"
-                self._record(cmd.Record("environment-differs", text, host=host))
+            self._record_environment(message, message.packages)
         driver_address = self._agents.driver_address_for(host)
         ready = ev.AgentReady(host, message.pid, message.addresses, message.port, problem, driver_address, message.gpus)
         self._post(ready)
+
+    def _record_environment(self, message: agent_messages.AgentHello, packages: dict[str, str]) -> None:
+        """Once per agent, which may introduce itself twice."""
+        host = message.host
+        if self._environments.get(host) == message.pid:
+            return
+        self._environments[host], self._packages[host] = message.pid, packages
+        found = ", ".join(f"{name} {version}" for name, version in packages.items()) or "none"
+        text = f"{host} has an environment for the requirements; packages beside those of the host: {found}"
+        self._record(cmd.Record("environment-ready", text, host=host))
+        if different := versions.differing(self._packages, host):
+            text = f"{host}: {different}: name exact versions in the requirements"
+            self._record(cmd.Record("environment-differs", text, host=host))
 
     def _handle_worker_hello(self, message: worker_messages.WorkerHello) -> None:
         w, refused = message.worker, message.refused

@@ -114,6 +114,42 @@ def test_without_uv_the_text_says_how_to_get_it(wheels, monkeypatch, tmp_path):
         environment_maker._uv()
 
 
+NOT_FOUND = (
+    "No solution found when resolving dependencies: Because a was not found and you require a, they are unsatisfiable."
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (
+            [
+                "× No solution found when resolving dependencies:",
+                "╰─▶ Because a was not found and you require",
+                "a, they are unsatisfiable.",
+            ],
+            NOT_FOUND,
+        ),
+        (
+            [
+                "Resolved 3 packages in 2ms",
+                "error: No solution found when resolving dependencies",
+                "cause: Because a was not found and you require a, they are unsatisfiable.",
+            ],
+            NOT_FOUND,
+        ),
+        (
+            ["error: Failed to fetch: `https://host/a`", "Caused by: timed out"],
+            "Failed to fetch: `https://host/a`: timed out",
+        ),
+        (["waits", "and ends"], "waits and ends"),
+        ([], ""),
+    ],
+)
+def test_what_uv_prints_about_a_failure_becomes_one_line(lines, text):
+    assert environment_maker.in_one_line(lines) == text
+
+
 def test_passwords_in_addresses_are_not_shown(capsys):
     environment_maker._say("uv: https://me:word@host/simple failed, and https://token@host/x")
     assert capsys.readouterr().out == "uv: https://***@host/simple failed, and https://***@host/x\n"
