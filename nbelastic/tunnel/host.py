@@ -3,7 +3,7 @@
 ssh runs this program with the agent's configuration as the first line of the standard input. It forks the agent, and forwards
 connections of the agent and its workers through ssh. If the ssh connection breaks, the agent runs on: the driver's machine opens
 another one, in which this program hands its descriptors to the first one (`attach`). If the standard input ends but ssh still
-runs, the driver's machine wants the agent to end. In a pod (`end_ends` is false) that may be a connection that has broken.
+runs, the driver's machine wants the agent to end. In a pod (`eof_ends_agent` is false) a broken connection looks the same.
 
 A batch system, and a pod that connects directly, offer no standard input: the variable `NBELASTIC_AGENT` names a file of mode 0600
 with the configuration. There this program opens a TCP connection to the driver's machine (`dial`) instead.
@@ -57,10 +57,10 @@ def main(run_agent: Callable[[], None]) -> None:
     with process_folder() as run_folder:
         folder = run_folder / tunnel_folder.name_of(config["cluster"], config["host"], config["number"])
         folder.mkdir(mode=0o700)
-        end_ends, driver = config.pop("end_ends", False), config["driver"]
+        eof_ends_agent, driver = config.pop("eof_ends_agent", False), config["driver"]
         towards = "" if dial else os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
         config |= {"tunnel": str(folder), "towards": towards or config["towards"]}
-        host = _Host(folder, child, config, end_ends=end_ends)
+        host = _Host(folder, child, config, eof_ends_agent=eof_ends_agent)
         host.listen_for(int(driver.rpartition(":")[2]))
         code = host.run(tuple(dial) if dial else None)
     sys.exit(code if code >= 0 else 128 - code)
@@ -156,8 +156,8 @@ class _Child:
 class _Host:
     """Forwards until the agent has ended. Behind ssh the agent begins when the driver's machine has answered."""
 
-    def __init__(self, folder: Path, child: _Child, config: dict[str, Any], *, end_ends: bool) -> None:
-        self._fd, self._child, self._end_ends = tunnel_folder.open_folder(folder), child, end_ends
+    def __init__(self, folder: Path, child: _Child, config: dict[str, Any], *, eof_ends_agent: bool) -> None:
+        self._fd, self._child, self._eof_ends_agent = tunnel_folder.open_folder(folder), child, eof_ends_agent
         self._forwarder = Forwarder(self._on_frame, self._on_lost)
         self._listeners: dict[int, socket.socket] = {}  # by port
         self._attached_by: socket.socket | None = None  # to the process that has handed over the ssh connection
@@ -239,7 +239,7 @@ class _Host:
 
     def _on_lost(self, _reason: str, closed: bool) -> None:
         # The driver's machine wants the end, or this start has failed for it: it would never attach to the agent.
-        if (closed and self._end_ends) or self._config is not None:
+        if (closed and self._eof_ends_agent) or self._config is not None:
             self._end_agent()
         self._release()
 

@@ -98,7 +98,14 @@ class Machines:
 
     def config(self, number=1, *, attach=False):
         """The first line for the host's end of the tunnel."""
-        config = {"environment": {}, "cluster": "1", "host": "h", "number": number, "attach": attach, "end_ends": True}
+        config = {
+            "environment": {},
+            "cluster": "1",
+            "host": "h",
+            "number": number,
+            "attach": attach,
+            "eof_ends_agent": True,
+        }
         config |= {"driver": "tcp://127.0.0.1:1", "towards": "", "notes": str(self.folder)}
         return json.dumps(config).encode() + b"\n"
 
