@@ -158,7 +158,8 @@ async def _errors_in_words(what: str) -> AsyncIterator[None]:
                 text = response.json()["message"]
         text = " ".join(text.split()) or type(error).__name__
         if status == 403:
-            is_role = " cannot " in text  # else a quota, a security standard or a webhook forbids it
+            # "pods is forbidden: User … cannot create", or no reason; else a quota, a security standard or a webhook forbids it
+            is_role = " cannot " in text or " is forbidden: " not in text
             advice = ": apply the Role in docs/kubernetes.md" if is_role else ""
             raise ApiError(f"Kubernetes forbids it ({text}){advice}", status) from None
         if status == 401:
