@@ -100,9 +100,16 @@ class CodeStore:
             if _is_in_place(order.code):
                 self._place(order, order.code.folders)
                 return self._end()
+            self._remove_changed(order.code)
             return self._go_on()
         except (OSError, ValueError) as error:
             return self._end(problem=_describe(error))
+
+    def _remove_changed(self, code: Code) -> None:
+        """Remove contents that a worker has written to: its version has links to them."""
+        for file in {file.digest: file for file in code.files}.values():
+            if self._content(file).exists() and not _has_content(self._content(file), file):
+                self._content(file).unlink()
 
     def _go_on(self) -> list[Message]:
         """Request the next pieces or, if there are none, place the version."""

@@ -139,7 +139,7 @@ class _Search:
         self._names.add(name)
         for folder in self._folders:
             package, module = folder / name, folder / f"{name}.py"
-            if (package / "__init__.py").is_file() or any(package.glob("*.py")):
+            if any(any(package.glob(each)) for each in ("__init__.py", "*.py", "*/__init__.py")):
                 self._add(package)
                 return
             if module.is_file():

@@ -52,6 +52,9 @@ class CodeSync:
             except OSError as error:
                 why = f"{error.filename or self._folder}: {error.strerror}"
                 break
+            except UnicodeEncodeError as error:
+                why = f"the name of a folder is not UTF-8 ({error.object!a})"
+                break
         raise UsageError(f"your modules cannot be sent to the hosts: {why}.")
 
     def _send(self) -> str:

@@ -78,11 +78,14 @@ def _patience(cluster: ClusterState) -> float:
     """Seconds for which the job can do without the connection to a host."""
     if cluster.active is None or cluster.stands_still:
         return NEVER
+    reconnect = cluster.limits.timeouts.reconnect
+    if cluster.stage is Stage.GATHERING and not cluster.members:
+        return reconnect  # programs that have not trained yet need no order
     if cluster.stage is Stage.GATHERING or cluster.suspects:
         return 0.0  # the host may be the cause
     if cluster.stage is not Stage.RUNNING:
         return BLIP
-    return cluster.limits.timeouts.reconnect if is_change_wanted(cluster) else NEVER
+    return reconnect if is_change_wanted(cluster) else NEVER
 
 
 def is_change_wanted(cluster: ClusterState) -> bool:

@@ -141,7 +141,11 @@ class Agents:
         return {
             host: SavedAgent(
                 *(handle.number, handle.agent.process, handle.driver_address, handle.rehome),
-                *(handle.agent.job, returns(handle.agent, handle.returned)),
+                *(
+                    handle.agent.job,
+                    returns(handle.agent, handle.returned),
+                    handle.disconnected_at > self._heard_at(handle),
+                ),
             )
             for host, handle in self._handles.items()
             if handle.agent is not None
@@ -364,7 +368,11 @@ class Agents:
     def has_reconnected(self, host: str) -> bool:
         """Whether a message of the host's agent has come since its connection ended."""
         handle = self._handles.get(host)
-        return handle is not None and self._server.heard_at.get(handle.peer, 0.0) > handle.disconnected_at
+        return handle is not None and self._heard_at(handle) > handle.disconnected_at
+
+    def _heard_at(self, handle: AgentHandle) -> float:
+        """When the agent's last message came; 0 before the first."""
+        return self._server.heard_at.get(handle.peer, 0.0)
 
     def lose(self, host: str, reason: str, silence: float = 0.0) -> None:
         """Kill an agent that is lost or unusable, and post its loss."""

@@ -20,9 +20,7 @@ from nbelastic.system import versions
 from nbelastic.system.process_identity import is_alive
 
 MIN_TIMEOUT = 3.0  # seconds within which live agents and workers must report; `silence` seconds if that is longer
-REOPEN_TIMEOUT = (
-    15.0  # seconds instead, if a tunnel has ended with the previous driver: ssh has to reach the host again
-)
+REOPEN_TIMEOUT = 15.0  # seconds instead, if a tunnel has broken or ended: ssh has to reach the host again
 TIMEOUT_PER_WORKER = 0.01  # seconds
 CHECK_INTERVAL = 0.25  # seconds between checks whether agents and nodes have ended
 
@@ -35,8 +33,9 @@ class TakeoverReports:
     """
 
     def __init__(self, saved: DriverSnapshot, silence: float) -> None:
-        tunnels = [agent.process for agent in saved.agents.values() if agent.is_tunnelled]
-        self._timeout = max(silence, MIN_TIMEOUT if all(map(is_alive, tunnels)) else REOPEN_TIMEOUT)
+        tunnelled = [agent for agent in saved.agents.values() if agent.is_tunnelled]
+        are_open = all(is_alive(agent.process) and not agent.disconnected for agent in tunnelled)
+        self._timeout = max(silence, MIN_TIMEOUT if are_open else REOPEN_TIMEOUT)
         self._complete = asyncio.Event()
         hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}
         self.coming = hosts_with_queued_jobs(saved)  # hosts whose agents will report when they can

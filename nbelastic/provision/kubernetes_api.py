@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ class ApiError(HostError):
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
         self.status = status
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether the API, or a webhook that it calls, has failed as it may in passing."""
+        return self.status == 429 or self.status >= 500
 
 
 class KubernetesApi:
@@ -147,9 +152,16 @@ async def _errors_in_words(what: str) -> AsyncIterator[None]:
             error = error.exceptions[0]
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", 0)
-        text = " ".join(str(error).partition("For more information check")[0].split()) or type(error).__name__
+        text = str(error).partition("For more information check")[0]
+        if response is not None and status >= 500:  # kr8s leaves out what the server says then
+            with suppress(Exception):
+                text = response.json()["message"]
+        text = " ".join(text.split()) or type(error).__name__
         if status == 403:
-            raise ApiError(f"Kubernetes forbids it ({text}): apply the Role in docs/kubernetes.md", status) from None
+            # "pods is forbidden: User … cannot create", or no reason; else a quota, a security standard or a webhook forbids it
+            is_role = " cannot " in text or " is forbidden: " not in text
+            advice = ": apply the Role in docs/kubernetes.md" if is_role else ""
+            raise ApiError(f"Kubernetes forbids it ({text}){advice}", status) from None
         if status == 401:
             raise ApiError(f"Kubernetes does not accept your credentials ({text}): renew them", status) from None
         if status:

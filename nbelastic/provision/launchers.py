@@ -108,9 +108,9 @@ def _tunnelled_agent(
         explain: Callable[[int | None, str], str] = partial(pod_exec.explain_exit, spec.name, python)
     else:
         command, explain = ssh.command(spec, python), partial(_explain_ssh, spec, python)
-    end_ends = settings.launcher != KUBERNETES
+    eof_ends_agent = settings.launcher != KUBERNETES
     return TunnelledAgent(
-        command, settings, log, explain, on_stop=on_stop, on_disconnect=on_disconnect, end_ends=end_ends
+        command, settings, log, explain, on_stop=on_stop, on_disconnect=on_disconnect, eof_ends_agent=eof_ends_agent
     )
 
 

@@ -29,8 +29,12 @@ CORDON_POLL = 5.0  # seconds between two looks at which nodes are cordoned
 ADOPTED_START = 600.0  # seconds for the start of a pod whose driver was killed perhaps before it made the pod's Secret
 UNCONNECTED = 5.0  # seconds since the driver has asked for the state: its agent has not connected then
 KILL_GRACE = 1  # seconds between SIGTERM and SIGKILL of a pod that is killed; 0 would not wait for the kubelet
+CREATE_TIMEOUT, CREATE_PAUSE = (
+    30.0,
+    2.0,
+)  # seconds in which an overloaded API is asked again, and between two tries at most
 CLOSE_TIMEOUT = 8.0  # seconds for the deletions when the cluster stops
-FORBIDDEN, GONE, EXPIRED = 403, 404, 410  # HTTP
+FORBIDDEN, GONE, CONFLICT, EXPIRED = 403, 404, 409, 410  # HTTP
 
 
 class Notice(Struct, frozen=True):
@@ -275,15 +279,28 @@ class PodAgent:
                 grace=settings.limits.timeouts.notice,
                 owner=owner,
             )
-            created = await pods.api.request("POST", "pods", body=manifest)
+            created = await self._post("pods", manifest)
             self.is_created = True
             if self._waits:
                 return
             # After the pod, which owns it: so it never outlives the pod. The pod starts when it is there
             keys = pod_manifest.secret(self.job, pods.labels, config, pod_manifest.owner_reference(created))
-            await pods.api.request("POST", "secrets", body=keys)
+            await self._post("secrets", keys)
         except NbelasticError as error:
             self._end(f"its pod cannot be created: {error}")
+
+    async def _post(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Create the object, and return the pod. An overloaded API is asked again; it may have made the object nonetheless."""
+        pause, until = Backoff(FIRST_PAUSE, CREATE_PAUSE), time.monotonic() + CREATE_TIMEOUT
+        while True:
+            try:
+                return await self._pods.api.request("POST", kind, body=body)
+            except ApiError as error:
+                if error.status == CONFLICT:
+                    return await self._pods.api.request("GET", "pods", self.job)
+                if not error.is_overloaded or self._ended or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(pause.next())
 
     def _end(self, why: str) -> None:
         if self._ended:

@@ -1,4 +1,4 @@
-"""An agent on another machine, behind a tunnel through ssh or a pod's `exec`, which is opened again when it has broken."""
+"""An agent on another machine, behind a tunnel through ssh or a pod's `exec`. A tunnel that breaks is opened again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries to reach the 
 class TunnelledAgent:
     """`on_disconnect(why)` is called when the connection has ended and the agent may run on, and `on_stop(why)` at the end.
 
-    `command` is ssh's, or that of a program with such streams. `explain(exit code, output)` is why it ended. `end_ends`: the
-    end of the command's input is that of the program on the host, and only while the connection holds: so it ends the agent.
+    `command` is ssh's, or that of a program with such streams. `explain(exit code, output)` says why it ended.
+    `eof_ends_agent`: the host's program sees the end of its input, while its output is still open, only if this machine has
+    closed it. So that ends the agent. In a pod, a broken connection looks the same.
     """
 
     job = ""
@@ -39,9 +40,9 @@ class TunnelledAgent:
         *,
         on_stop: Callable[[str], None],
         on_disconnect: Callable[[str], None],
-        end_ends: bool = True,
+        eof_ends_agent: bool = True,
     ) -> None:
-        self._log, self._explain, self._end_ends = log, explain, end_ends
+        self._log, self._explain, self._eof_ends_agent = log, explain, eof_ends_agent
         self._on_stop, self._on_disconnect = on_stop, on_disconnect
         arguments = json.dumps(command), str(ports_file(settings.run_folder))
         self._command = [sys.executable, "-c", ssh.TUNNEL, *arguments, json.dumps(settings.driver_lease)]
@@ -78,7 +79,7 @@ class TunnelledAgent:
     def _open(self, *, attach: bool) -> None:
         self._timer, self._opened_at = None, time.monotonic()
         self._tunnel = ProcessAgent(self._command, self._log, self._on_exit, signal.SIGTERM)
-        self._tunnel.start({**self._config, "attach": attach, "end_ends": self._end_ends})
+        self._tunnel.start({**self._config, "attach": attach, "eof_ends_agent": self._eof_ends_agent})
 
     def _on_exit(self, code: int | None, output: str) -> None:
         if self._killed or code != CONNECTION_LOST:

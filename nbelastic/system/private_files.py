@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,18 +16,19 @@ def make_private(folder: Path) -> None:
 
 
 def replace_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file of mode 0600 atomically: readers find the whole old file or the whole new one, also after a kill.
+    """Write a file of mode 0600 atomically: readers find the whole old file or a whole new one, also after a kill.
 
-    A process that has mapped the old file keeps it. OSError, for example if the disk is full; then the old file remains.
+    Several processes may do so at once. A process that has mapped the old file keeps it. OSError, for example if the disk is
+    full; then the old file remains.
     """
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
+    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+    new = Path(name)
     try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(fd, "wb") as file:
             for piece in pieces:
                 file.write(piece)
         new.replace(path)
-    except OSError:
+    except BaseException:
         new.unlink(missing_ok=True)
         raise
 

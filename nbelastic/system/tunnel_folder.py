@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
+import signal
 import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from nbelastic.system.folder_paths import user_folder
 CONTROL = "control"
 PORT = "port"  # ZeroMQ and ipyparallel append `:` and the port to an address
 ANSWER_TIMEOUT = 5.0  # seconds in which the end of the tunnel answers
+KILL_TIMEOUT = 5.0  # seconds in which a killed process has gone
+_CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a connection: its pid, user and group
 
 
 def name_of(cluster: str, host: str, agent: int) -> str:
@@ -52,21 +57,42 @@ def ask(folder: Path, request: str, fds: Sequence[int] = ()) -> socket.socket:
     `attach` goes with the two descriptors of a new ssh connection. `listen PORT …` is sent before processes connect to these
     ports of the driver's machine. `end` ends the agent.
     """
-    fd = open_folder(folder)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = _connect(folder)
     try:
-        connection.settimeout(ANSWER_TIMEOUT)
-        connection.connect(socket_path(fd, CONTROL))
         socket.send_fds(connection, [request.encode()], fds)
         answer = connection.recv(16)
     except BaseException:
         connection.close()
         raise
-    finally:
-        os.close(fd)
     if not answer:
         connection.close()
         raise ConnectionResetError("the tunnel ends")
+    return connection
+
+
+def kill(folder: Path) -> None:
+    """Kill the end of the tunnel, and wait until it has gone. OSError if there is none."""
+    with _connect(folder) as connection:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _, _ = _CREDENTIALS.unpack(credentials)
+    if pid > 0:  # else it is in another container
+        pidfd = os.pidfd_open(pid)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [], KILL_TIMEOUT)
+        os.close(pidfd)
+
+
+def _connect(folder: Path) -> socket.socket:
+    fd = open_folder(folder)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(ANSWER_TIMEOUT)
+        connection.connect(socket_path(fd, CONTROL))
+    except BaseException:
+        connection.close()
+        raise
+    finally:
+        os.close(fd)
     return connection
 
 

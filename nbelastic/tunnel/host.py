@@ -3,7 +3,7 @@
 ssh runs this program with the agent's configuration as the first line of the standard input. It forks the agent, and forwards
 connections of the agent and its workers through ssh. If the ssh connection breaks, the agent runs on: the driver's machine opens
 another one, in which this program hands its descriptors to the first one (`attach`). If the standard input ends but ssh still
-runs, the driver's machine wants the agent to end. In a pod (`end_ends` is false) that may be a connection that has broken.
+runs, the driver's machine wants the agent to end. In a pod (`eof_ends_agent` is false) a broken connection looks the same.
 
 A batch system, and a pod that connects directly, offer no standard input: the variable `NBELASTIC_AGENT` names a file of mode 0600
 with the configuration. There this program opens a TCP connection to the driver's machine (`dial`) instead.
@@ -57,10 +57,11 @@ def main(run_agent: Callable[[], None]) -> None:
     with process_folder() as run_folder:
         folder = run_folder / tunnel_folder.name_of(config["cluster"], config["host"], config["number"])
         folder.mkdir(mode=0o700)
-        host = _Host(folder, child, end_ends=config.pop("end_ends", False))
-        host.listen_for(int(config["driver"].rpartition(":")[2]))
+        eof_ends_agent, driver = config.pop("eof_ends_agent", False), config["driver"]
         towards = "" if dial else os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
-        child.configure({**config, "tunnel": str(folder), "towards": towards or config["towards"]})
+        config |= {"tunnel": str(folder), "towards": towards or config["towards"]}
+        host = _Host(folder, child, config, eof_ends_agent=eof_ends_agent)
+        host.listen_for(int(driver.rpartition(":")[2]))
         code = host.run(tuple(dial) if dial else None)
     sys.exit(code if code >= 0 else 128 - code)
 
@@ -80,6 +81,9 @@ def _attach(config: dict[str, Any]) -> int:
         if folder is None:
             raise FileNotFoundError
         connection = tunnel_folder.ask(folder, "attach", (0, 1))
+    except TimeoutError:  # it is stopped, or the host is overloaded
+        print("the host's end of the tunnel does not answer", file=sys.stderr)
+        return 1
     except OSError:
         print("the agent has ended while there was no ssh connection", file=sys.stderr)
         return AGENT_GONE
@@ -102,9 +106,13 @@ def _leave_standard_streams() -> None:
 def _end_earlier(config: dict[str, Any]) -> None:
     """End earlier agents of this host: the driver has given them up, and perhaps could not reach them."""
     for folder in tunnel_folder.find(config["cluster"], config["host"]).values():
-        with contextlib.suppress(OSError), tunnel_folder.ask(folder, "end") as connection:
-            connection.settimeout(END_TIMEOUT)
-            connection.recv(16)
+        with contextlib.suppress(OSError):
+            try:
+                with tunnel_folder.ask(folder, "end") as connection:
+                    connection.settimeout(END_TIMEOUT)
+                    connection.recv(16)
+            except TimeoutError:  # it is stopped; its agent ends with it
+                tunnel_folder.kill(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -146,15 +154,16 @@ class _Child:
 
 
 class _Host:
-    """Forwards until the agent has ended."""
+    """Forwards until the agent has ended. Behind ssh the agent begins when the driver's machine has answered."""
 
-    def __init__(self, folder: Path, child: _Child, *, end_ends: bool) -> None:
-        self._fd, self._child, self._end_ends = tunnel_folder.open_folder(folder), child, end_ends
+    def __init__(self, folder: Path, child: _Child, config: dict[str, Any], *, eof_ends_agent: bool) -> None:
+        self._fd, self._child, self._eof_ends_agent = tunnel_folder.open_folder(folder), child, eof_ends_agent
         self._forwarder = Forwarder(self._on_frame, self._on_lost)
         self._listeners: dict[int, socket.socket] = {}  # by port
         self._attached_by: socket.socket | None = None  # to the process that has handed over the ssh connection
         self._waiting: list[socket.socket] = []  # connections of processes that wait for the agent's end
         self._output = b""  # of the agent, not sent yet
+        self._config: dict[str, Any] | None = config  # until the agent has it
         self._ending = False
         self._code: int | None = None
         self._control = self._listen(tunnel_folder.CONTROL, socket.SOCK_SEQPACKET)
@@ -170,7 +179,9 @@ class _Host:
         for sig in (signal.SIGTERM, signal.SIGUSR1):  # notices, for the agent
             signal.signal(sig, lambda number, _: os.kill(self._child.pid, number))
         dialer = Dialer(self._forwarder, dial) if dial is not None else None
-        if dialer is None:
+        if dialer is not None:
+            self._configure()
+        else:
             self._forwarder.attach(os.dup(0), os.dup(1), PREAMBLE)
             _leave_standard_streams()
         while self._code is None:
@@ -184,6 +195,12 @@ class _Host:
         return self._code
 
     # ---- the agent ----
+
+    def _configure(self) -> None:
+        """Let the agent begin: the driver's machine knows of it now, or a batch system or Kubernetes does."""
+        if self._config is not None and not self._ending:
+            self._child.configure(self._config)
+            self._config = None
 
     def _take_output(self) -> None:
         text = os.read(self._child.output, 1 << 16)
@@ -213,6 +230,7 @@ class _Host:
     # ---- the ssh connection ----
 
     def _on_frame(self, frame: Frame) -> None:
+        self._configure()
         match frame.kind:
             case Kind.PING:
                 self._forwarder.send(Frame(Kind.PONG))
@@ -220,8 +238,13 @@ class _Host:
                 self._end_agent()
 
     def _on_lost(self, _reason: str, closed: bool) -> None:
-        if closed and self._end_ends:  # the driver's machine wants the end
+        # The driver's machine wants the end, or this start has failed for it: it would never attach to the agent.
+        if (closed and self._eof_ends_agent) or self._config is not None:
             self._end_agent()
+        self._release()
+
+    def _release(self) -> None:
+        """Let the process end that has handed over the ssh connection."""
         if self._attached_by is not None:
             self._attached_by.close()
             self._attached_by = None
@@ -261,10 +284,21 @@ class _Host:
                     self._end_agent()
                     self._waiting.append(connection)
                 case ["attach"], [reader, writer]:
-                    self._on_lost("", closed=False)
-                    self._forwarder.attach(reader, writer, PREAMBLE)
-                    self._attached_by = connection
-                    self._send_output()
+                    self._attach(connection, reader, writer)
+                    return
                 case _:
                     return
             connection.send(b"ok")
+
+    def _attach(self, connection: socket.socket, reader: int, writer: int) -> None:
+        """Use this ssh connection, which the process at the other end of `connection` has handed over."""
+        try:
+            connection.send(b"ok")
+        except OSError:  # it has given up: the end of its ssh connection would look like an order to end the agent
+            os.close(reader)
+            os.close(writer)
+            return
+        self._release()
+        self._forwarder.attach(reader, writer, PREAMBLE)
+        self._attached_by = connection
+        self._send_output()

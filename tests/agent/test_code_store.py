@@ -159,6 +159,15 @@ def test_only_what_is_new_is_requested(host: Host) -> None:
     assert len(list((host.folder / "files").iterdir())) == 3
 
 
+def test_a_file_that_a_worker_has_changed_is_requested_again(host: Host) -> None:
+    """A module may write into its package's folder. The next version has the notebook's file all the same."""
+    first = host.get({"p/net.py": b"1", "p/cache.json": b"{}"})
+    (host.folder / first.version / "0" / "p" / "cache.json").write_bytes(b"[]")
+    second = host.get({"p/net.py": b"2", "p/cache.json": b"{}"}, keep=(first.version,))
+    assert host.imported(second.version) == {"p/net.py": b"2", "p/cache.json": b"{}"}
+    assert host.imported(first.version)["p/cache.json"] == b"[]"
+
+
 def test_a_host_with_the_same_files_gets_no_copy(host: Host, tmp_path: Path) -> None:
     """Files count as shared if their content is the same, not their name; after an edit elsewhere the agent fetches them."""
     here = tmp_path / "shared"

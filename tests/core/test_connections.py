@@ -6,6 +6,7 @@ import pytest
 
 from nbelastic.core.liveness import is_host_lost
 from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
 from tests.core.story import Story, wid, with_stage
 
@@ -97,6 +98,25 @@ def test_idle_hosts_wait_for_their_connection():
     assert story.alive("c") == ["c/0#1"]
     story.send(HostReconnected("c"))
     assert lost(story) == []
+
+
+def test_programs_that_have_not_trained_yet_go_on_without_the_connection():
+    """Before the elastic function, or without one, a program needs no order: the host has the time that a change would wait."""
+    story = Story("a:1", "c:1", min=2).answer()
+    story.submit().hear(ev.WorkerReady, "a/0#1")
+    disconnect(story).wait(30.0)
+    assert lost(story) == []
+    story.send(HostReconnected("c"))
+    story.quiet(1.0)
+    assert story.names == ["a/0#1", "c/0#1"]
+    assert story.cluster.stage is Stage.RUNNING
+
+
+def test_programs_that_have_not_trained_wait_no_longer_than_a_change_does():
+    story = Story("a:1", "c:1", min=2).answer()
+    story.submit().hear(ev.WorkerReady, "a/0#1")
+    disconnect(story).wait(61.0)
+    assert len(lost(story)) == 1
 
 
 def test_a_host_that_has_not_come_up_is_lost():

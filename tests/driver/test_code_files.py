@@ -103,6 +103,17 @@ def test_hidden_installed_and_foreign_files_are_not_found(folder, tmp_path):
     ]
 
 
+def test_a_package_without_init_may_have_only_packages(folder):
+    """One that only cells import: its folder has no Python file of its own."""
+    put(folder, {"nbespace/inner/__init__.py": "", "nbespace/inner/net.py": "import nbehelper", "nbehelper.py": ""})
+    put(folder, {"nbedata/images/1.txt": ""})
+    assert found(folder, "nbespace", "nbedata") == [
+        "nbehelper.py",
+        "nbespace/inner/__init__.py",
+        "nbespace/inner/net.py",
+    ]
+
+
 def test_further_folders_have_to_be_named(folder, tmp_path, monkeypatch):
     """A module beside the folder is found only if its folder is named; folders keep Python's order."""
     put(tmp_path, {"lib/nbelib.py": "", "lib/nbeboth.py": "lib"})
@@ -180,6 +191,13 @@ def test_each_version_is_saved_for_the_driver(folder, tmp_path):
     saved = list((driver.folder / "code").iterdir())
     assert len(saved) == 3
     assert all(path.stat().st_mode & 0o077 == 0 for path in saved)
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_named(folder, tmp_path):
+    here = folder / os.fsdecode(b"na\xefve")
+    put(here, {"nbeown.py": "1"})
+    with pytest.raises(nbe.UsageError, match=r"is not UTF-8 .*na\\udcefve"):
+        Driver(tmp_path, here).sync.send(["nbeown"])
 
 
 def test_too_much_is_refused_with_the_largest_files(folder, tmp_path, monkeypatch):

@@ -5,7 +5,8 @@ import os
 from types import SimpleNamespace
 
 from nbelastic.core.state import HostPhase
-from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver import takeover
+from nbelastic.driver.driver_snapshot import SavedAgent, SavedJob
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
@@ -65,6 +66,18 @@ def test_the_driver_does_not_wait_for_an_agent_that_has_ended():
         reports.add(message)
     assert not complete(reports)
     assert complete(reports, has_agent=lambda host: host != "b")
+
+
+def test_the_driver_waits_longer_for_a_host_whose_connection_was_broken(monkeypatch):
+    """Also if the previous driver was just opening another one: the process of that tunnel lives, but reaches no host yet."""
+    monkeypatch.setattr(takeover, "MIN_TIMEOUT", 0.0)
+    hosts = (SimpleNamespace(spec=HostSpec("a", 1), phase=HostPhase.UP),)
+    waits = {}
+    for disconnected in (False, True):
+        agent = SavedAgent(1, identity(os.getpid()), "10.0.0.1", disconnected=disconnected)
+        saved = SimpleNamespace(agents={"a": agent}, cluster=SimpleNamespace(hosts=hosts), job=None)
+        waits[disconnected] = not complete(TakeoverReports(saved, 0.0))
+    assert waits == {False: False, True: True}
 
 
 def test_the_driver_does_not_wait_for_a_frozen_worker():

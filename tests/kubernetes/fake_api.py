@@ -34,6 +34,7 @@ class FakeApi:
         self.objects = {"pods": {}, "secrets": {}, "nodes": {}}
         self.rules = None  # [(verbs, resources)]; None: all is allowed
         self.requests = []  # "POST pods"
+        self.failures = {}  # answers to the next requests, as {"POST pods": [(429, "too many requests"), …]}
         self.port = 0
         self._changes = []  # (version, resource, type, object)
         self._version = 100
@@ -184,7 +185,13 @@ class FakeApi:
 
     async def _answer(self, request):
         resource, name, sub = (request.match_info.get(key, "") for key in ("resource", "name", "sub"))
-        self.requests.append(f"{request.method} {resource}{'/' + sub if sub else ''}")
+        asked = f"{request.method} {resource}{'/' + sub if sub else ''}"
+        self.requests.append(asked)
+        if self.failures.get(asked):
+            status, text, *done = self.failures[asked].pop(0)
+            if done:  # the request is carried out, and only its answer is lost
+                await self._create(request, resource)
+            return failure(status, text)
         verb = VERBS.get(request.method, "")
         if request.method == "GET" and not name:
             verb = "watch" if request.query.get("watch") == "true" else "list"

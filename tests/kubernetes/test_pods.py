@@ -261,3 +261,46 @@ def test_a_pod_that_the_api_refuses(nodes, settings):
         await until_async(lambda: not nodes.api.names())
 
     run(story)
+
+
+def test_an_api_that_is_overloaded(nodes, settings):
+    """It delays a pod. One that the API has made, though it answered with an error, is not made twice."""
+    busy, lost = (429, "too many requests"), (504, "the server was unable to return a response in time", "done")
+    nodes.api.failures = {"POST pods": [busy, (500, "failed calling webhook"), lost], "POST secrets": [busy, lost]}
+
+    async def story():
+        one = Observed(settings())
+        one.agent.start(CONFIG)
+        await one.runs()
+        assert (nodes.api.names("pods"), nodes.api.names("secrets")) == ([one.pod], [one.pod])
+        assert not one.stops
+
+    run(story)
+
+
+def test_an_api_that_stays_overloaded(nodes, settings, monkeypatch):
+    """The agent ends with the reason."""
+    monkeypatch.setattr(pods, "CREATE_TIMEOUT", 0.2)
+    nodes.api.failures = {"POST pods": [(503, "the server is currently unable to handle the request")] * 1000}
+
+    async def story():
+        one = Observed(settings())
+        one.agent.start(CONFIG)
+        assert "currently unable to handle the request" in await one.stopped()
+
+    run(story)
+
+
+def test_what_is_forbidden_not_by_a_role_is_named(nodes, settings):
+    """A quota and a security standard forbid pods with the same status as a missing Role, which is not to blame then."""
+    refusal = (403, 'pods "x" is forbidden: exceeded quota: small, requested: pods=1')
+    nodes.api.failures = {"POST pods": [refusal] * 10}  # kr8s asks again with new credentials
+
+    async def story():
+        one = Observed(settings())
+        one.agent.start(CONFIG)
+        why = await one.stopped()
+        assert "exceeded quota: small" in why
+        assert "Role" not in why
+
+    run(story)

@@ -4,16 +4,19 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
 from nbelastic.provision import ssh
 from nbelastic.system import tunnel_folder
 from nbelastic.system.process_identity import identity
+from nbelastic.tunnel.frames import PREAMBLE
 from tests.support.processes import alive
 from tests.support.waiting import until
 
@@ -36,15 +39,21 @@ main(agent)
 """
 
 SSH = """
-import os, socket, subprocess, sys, threading
+import contextlib, os, socket, subprocess, sys, threading
 ours, theirs = socket.socketpair()
 host = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=theirs, stdout=theirs, start_new_session=True)
 theirs.close()
 def to_host():
-    while data := os.read(0, 65536):
-        ours.sendall(data)
-    ours.shutdown(socket.SHUT_WR)
-threading.Thread(target=to_host, daemon=True).start()
+    with contextlib.suppress(OSError):
+        while data := os.read(0, 65536):
+            ours.sendall(data)
+        ours.shutdown(socket.SHUT_WR)
+def close_input():
+    host.wait()  # sshd closes the program's input when it has ended, though others may have its descriptors
+    with contextlib.suppress(OSError):
+        ours.shutdown(socket.SHUT_WR)
+for each in (to_host, close_input):
+    threading.Thread(target=each, daemon=True).start()
 try:
     while data := ours.recv(65536):
         os.write(1, data)
@@ -82,12 +91,23 @@ class Machines:
             env=environment,
         )
         log.close()
-        config = {"environment": {}, "cluster": "1", "host": "h", "number": number, "attach": attach, "end_ends": True}
-        config |= {"driver": "tcp://127.0.0.1:1", "towards": "", "notes": str(self.folder)}
         with tunnel.stdin as stdin:
-            stdin.write(json.dumps(config).encode() + b"\n")
+            stdin.write(self.config(number, attach=attach))
         self.tunnels.append(tunnel)
         return tunnel
+
+    def config(self, number=1, *, attach=False):
+        """The first line for the host's end of the tunnel."""
+        config = {
+            "environment": {},
+            "cluster": "1",
+            "host": "h",
+            "number": number,
+            "attach": attach,
+            "eof_ends_agent": True,
+        }
+        config |= {"driver": "tcp://127.0.0.1:1", "towards": "", "notes": str(self.folder)}
+        return json.dumps(config).encode() + b"\n"
 
     def agent(self, number=1):
         """The agent's process."""
@@ -185,6 +205,46 @@ def test_a_new_agent_ends_the_earlier_one(machines):
     assert not alive(first)
 
 
+IMPATIENT = "from nbelastic.system import tunnel_folder; tunnel_folder.ANSWER_TIMEOUT = 0.2"
+
+
+@contextlib.contextmanager
+def stopped_host_end(agent):
+    """Stop the host's end of the tunnel, which is the agent's parent, in this block."""
+    end = psutil.Process(agent).parent()
+    end.suspend()
+    try:
+        yield end
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            end.resume()
+
+
+def test_an_ssh_connection_that_came_to_a_stopped_host_does_not_end_the_agent(machines):
+    """The host's end of the tunnel is stopped while a further ssh connection comes and goes; the next one reaches the agent."""
+    agent = break_ssh(machines, machines.open())
+    (machines.folder / "read").touch()
+    with stopped_host_end(agent):
+        late = machines.open(attach=True, before=IMPATIENT)
+        client = psutil.Process(machines.ssh_of(late))
+        (there,) = until(client.children, 20, "the program on the host")
+        until(lambda: not alive(there.pid), 20, "it to give up")
+    assert late.wait(20) == CONNECTION_LOST
+    machines.open(attach=True)
+    until(lambda: "reached again" in machines.log(2), 20, "the agent to be reached")
+    assert alive(agent)
+
+
+def test_a_new_agent_ends_an_earlier_one_whose_tunnel_is_stopped(machines):
+    """The host's end of the earlier tunnel does not answer: it is killed, and its agent ends with it."""
+    first = break_ssh(machines, machines.open(1))
+    (machines.folder / "read").touch()
+    with stopped_host_end(first):
+        machines.open(2, before=IMPATIENT)
+        assert machines.agent(2) != first
+        until(lambda: not alive(first), 20, "the earlier agent to end")
+
+
 def test_a_tunnel_ends_with_its_cluster(machines):
     """When the cluster has ended, which the missing lock file shows, the tunnel ends its agent."""
     tunnel = machines.open()
@@ -193,6 +253,20 @@ def test_a_tunnel_ends_with_its_cluster(machines):
     (machines.folder / "c.lock").unlink()
     assert tunnel.wait(20) == 0
     until(lambda: not alive(agent), 20, "the agent to end")
+
+
+def test_a_start_that_the_driver_s_machine_did_not_see_leaves_no_agent(machines):
+    """If ssh breaks before the driver's machine knows that the host's program runs, no agent starts, as none would end it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        host = subprocess.Popen([sys.executable, "-c", HOST], stdin=theirs, stdout=theirs, env=environment)
+        theirs.close()
+        ours.sendall(machines.config())
+        ours.settimeout(20)
+        assert ours.recv(100) == PREAMBLE
+    assert host.wait(20) != 0
+    assert not list(machines.folder.glob("agent-*"))
 
 
 def test_a_host_whose_program_fails_is_reported_with_its_exit_code(machines):
