@@ -134,9 +134,16 @@ def staying(cluster: ClusterState) -> tuple[WorkerId, ...]:
     return (holder, *keep) if holder else keep
 
 
+def most_members(cluster: ClusterState) -> float:
+    """How many members the next world may have: `max`, and one more if the only one hands its training state over and ends."""
+    stays = staying(cluster)
+    is_alone = cluster.limits.most == len(stays) and cluster.leaving.issuperset(stays)
+    return cluster.limits.most + is_alone
+
+
 def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
     """Members of the next generation, by rank."""
-    most = cluster.limits.max if cluster.limits.max is not None else len(cluster.workers)
+    most = int(min(most_members(cluster), len(cluster.workers)))
     keep = staying(cluster)[:most]
     seniority = {name: host.joined for name, host in cluster.hosts.items()}
     newcomers = _eligible_newcomers(cluster, len(keep))

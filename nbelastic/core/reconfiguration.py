@@ -87,7 +87,7 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
         return with_reason(cluster, _training(cluster, reason), until)
     if halts.is_wanted(cluster) and now >= cluster.change_after:
         return halts.ask(cluster, out)
-    size, most = len(cluster.members), cluster.limits.most
+    size, most = len(cluster.members), generations.most_members(cluster)
     room = size - len(cluster.leaving) < most
     if not cluster.leaving and not (room and cluster.newcomers - cluster.held_back.keys()):
         return with_reason(cluster, _training(cluster, _held_back(cluster) if room else None))

@@ -305,7 +305,8 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
                 yield "a world is formed in a generation that is not the next"
             if generation > cluster.highest_generation or (not to and generation <= before.generation):
                 yield "a generation has a number that is not its own"
-            if not cluster.limits.min <= len(members) <= cluster.limits.most and not to:
+            most = cluster.limits.most + (cluster.limits.most == 1 and members[0] in before.leaving)
+            if not cluster.limits.min <= len(members) <= most and not to:
                 yield f"a world of {len(members)}, outside [{cluster.limits.min}, {cluster.limits.max}]"
             if (command != cluster.next_formation and members != cluster.members) or not set(members) <= set(
                 cluster.workers

@@ -86,6 +86,18 @@ def test_a_newcomer_takes_over_from_the_last_host():
     assert failures(story) == []
 
 
+def test_a_newcomer_takes_over_from_the_only_member():
+    """With `max` 1 there are two members for one generation, in which the newcomer gets the training state."""
+    story = Story("a:1", "b:1", min=1, max=1).run().commit(3)
+    (first,) = story.names
+    story.remove(first[0], within=30.0).quiet(20.0)
+    (second,) = story.names
+    assert second[0] != first[0]
+    assert first[0] not in story.cluster.hosts
+    assert story.fakes[wid(second)].commit >= 3
+    assert not failures(story)
+
+
 def test_without_another_host_the_training_is_stopped_in_time_to_save_it():
     """The job ends as stopped some seconds before the host does, so that rank 0 can write a last checkpoint."""
     story = Story("a:1", min=1).run().commit(3)

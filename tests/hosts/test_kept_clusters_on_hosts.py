@@ -157,7 +157,7 @@ def test_hosts_end_with_the_lease(kept):
 @pytest.mark.soak(seconds=15)
 @pytest.mark.parametrize("with_controller", [False, True])
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_controller):
-    """When kernel and driver are killed, ipyparallel's controller removes what is left; without it, the tunnels do."""
+    """When kernel and driver are killed, ipyparallel's controller removes the rest; without it, the tunnels do."""
     kernel = kept(keep=False)
     kernel.wait_for_steps(2)
     controller = kernel.pid_of("controller")

@@ -1,0 +1,94 @@
+"""Process groups of a simulation: all ranks connect, then make collectives together. A peer that ends or leaves breaks the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.simulation.network import Network
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+
+CONNECT = 0.04  # seconds, at most
+NOTICE = 0.01  # seconds, at most, after which a connection shows that its peer has gone
+JITTER = 0.1  # seconds, at most, from the end of a collective on one rank to that on another
+Done = Callable[[str], None]  # is called with an error, or ""
+
+
+class Group:
+    """Of one generation. Ranks arrive (`connect`); when all have, and reach one another, each `done("")` is called."""
+
+    def __init__(self, network: Network, size: int) -> None:
+        self._network, self._size = network, size
+        self._hosts: dict[int, str] = {}  # by rank that has arrived
+        self._waiting: dict[int, Done] = {}  # by rank that waits for the others: to connect, or in a collective
+        self._is_whole = False
+        self.broken = ""
+
+    def connect(self, worker: Worker, rank: int, done: Done) -> None:
+        if self._is_whole and not self.broken:  # it was prepared
+            self._call(done, "", CONNECT / 10)
+            return
+        self._hosts[rank] = worker.id.host
+        self._wait(rank, done)
+
+    def collective(self, rank: int, done: Done) -> None:
+        """All ranks must call this; then each one's `done("")` is called."""
+        self._wait(rank, done)
+
+    def _wait(self, rank: int, done: Done) -> None:
+        if self.broken:
+            self._call(done, self.broken, NOTICE)
+            return
+        self._waiting[rank] = done
+        self.go_on()
+
+    def go_on(self) -> None:
+        """End what all ranks have begun, unless the network keeps them apart."""
+        if self.broken or len(self._waiting) < self._size:
+            return
+        hosts = sorted(set(self._hosts.values()))
+        if not all(self._network.joined(one, other) for one in hosts for other in hosts if one < other):
+            return
+        most = JITTER if self._is_whole else CONNECT
+        self._is_whole = True
+        for done in self._take_waiting():
+            self._call(done, "", most)
+
+    def leave(self, rank: int, why: str = "a peer has closed its connections") -> None:
+        """A rank closes its connections, aborts them, or has ended: collectives of the others fail, now or later."""
+        done = self._waiting.pop(rank, None)
+        if done is not None:
+            self._call(done, "aborted", 0.0)
+        if self._hosts.pop(rank, None) is not None and not self.broken:
+            self.broken = why
+            for each in self._take_waiting():
+                self._call(each, why, NOTICE)
+
+    def _take_waiting(self) -> list[Done]:
+        taken = [self._waiting[rank] for rank in sorted(self._waiting)]
+        self._waiting.clear()
+        return taken
+
+    def _call(self, done: Done, error: str, most: float) -> None:
+        self._network.clock.after(self._network.rng.uniform(0.0, most), done, error)
+
+
+class Groups:
+    """All groups, by generation."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._groups: dict[int, Group] = {}
+
+    def of(self, generation: int, size: int) -> Group:
+        if generation not in self._groups:
+            self._groups[generation] = Group(self._network, size)
+            self._groups.pop(generation - 20, None)
+        return self._groups[generation]
+
+    def go_on(self) -> None:
+        """The network has changed."""
+        for group in list(self._groups.values()):
+            group.go_on()

@@ -1,0 +1,330 @@
+"""A whole cluster in virtual time: the real core and the real commands to messages, agents and workers; faults and users.
+
+What is checked: after each decision the core's invariants; at each commit, that no commit is made twice or lost; at the end,
+that a world trains. Not simulated: the link's repeats (`transport.delivery`), torch, and a driver that is replaced.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.liveness import is_host_lost
+from nbelastic.core.reasons import in_words
+from nbelastic.core.state import ClusterState, Stage
+from nbelastic.core.step import deadline, step
+from nbelastic.driver.command_executor import CommandExecutor
+from nbelastic.driver.liveness import StallDetector
+from nbelastic.protocol import agent_messages, worker_messages
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import NEVER, Limits
+from nbelastic.protocol.host_parsing import parse_host
+from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.worker.formation import Formation
+from tests.core.invariants import check
+from tests.simulation.clock import Clock
+from tests.simulation.groups import Groups
+from tests.simulation.host import Agent
+from tests.simulation.network import DRIVER, Network
+from tests.simulation.worker import LEASE, Worker
+
+AGENT_START = (0.3, 1.5)  # seconds
+LOSSES = ("world-broken", "worker-lost", "host-lost")
+SETTLE = 60.0  # seconds in which the driver finds out what earlier faults have done
+CALM = 40.0  # seconds without faults, at the end
+HEARTBEAT = 1.0  # seconds between two checks of the driver
+
+
+class Nothing:
+    """Stands for a part of the driver that decides nothing: it takes every call."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class World:
+    """`hosts`: with their slots, as `a:2`. The cluster is started with them, and a job is submitted."""
+
+    def __init__(self, seed: int, hosts: Iterable[str], **limits: Any) -> None:
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.network = Network(self.clock, self.rng)
+        self.groups = Groups(self.network)
+        self.transfers: dict[int, dict[str, Any]] = {}  # by generation
+        self.cluster = ClusterState(Limits(**limits))
+        self.log: list[tuple[float, str]] = []
+        self.events: list[tuple[float, ev.Event]] = []
+        self.agents: dict[str, Agent] = {}  # the newest of each host, as the driver knows it
+        self.running: dict[str, list[Agent]] = {}  # on each machine
+        self.down: set[str] = set()  # machines that are off
+        self._addresses: dict[str, str] = {}
+        self._agents_started = 0
+        self._deadline: Any = None
+        self._stalls = StallDetector()
+        self._cut_off_at: float | None = None
+        self.trained: dict[tuple[str, int], int] = {}  # by job and commit: in which generation it was made last
+        self.decisions, self.jobs = 0, 1
+        self._executor = CommandExecutor(
+            cluster=lambda: self.cluster,
+            agents=self,  # type: ignore[arg-type]
+            workers=self,  # type: ignore[arg-type]
+            cells=Nothing(),  # type: ignore[arg-type]
+            jobs=self,  # type: ignore[arg-type]
+            scripts=Nothing(),  # type: ignore[arg-type]
+            event_log=Nothing(),  # type: ignore[arg-type]
+            record=lambda record, _: self.log.append((self.clock.now, f"{record.kind}: {record.text}")),
+            log_dir=Path("logs"),
+        )
+        for host in hosts:
+            self.post(ev.HostAdded(parse_host(host, 1), "a user"))
+        self.post(ev.JobSubmitted("job-1"))
+        self.clock.after(HEARTBEAT, self._watch)
+
+    # ---- the driver ----
+
+    def post(self, event: ev.Event) -> None:
+        """The driver decides on an event."""
+        before, now = self.cluster, self.clock.now
+        self.decisions += 1
+        self.events.append((now, event))
+        self.cluster, commands = step(before, event, now)
+        check(before, self.cluster, commands, now)
+        for command in commands:
+            self._executor.execute(command, now)
+        at = deadline(self.cluster, now)
+        if self._deadline is None or self._deadline.at != at:
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._deadline = self.clock.at(at, self.post, ev.Ticked()) if at != NEVER else None
+            assert at > now, f"a hot loop: {self.reason}"
+
+    @property
+    def reason(self) -> str:
+        return in_words(self.cluster.reason, self.clock.now)
+
+    def _watch(self) -> None:
+        """What `driver.liveness` does every heartbeat."""
+        now, cluster = self.clock.now, self.cluster
+        silences = {host: self.silence_of(host) for host in cluster.hosts}
+        most = cluster.limits.silence
+        if silences and all(silence > most for silence in silences.values()):
+            self._cut_off_at = now
+        training = {w.host for w in cluster.members} if cluster.phase == "running" else set()
+        since_commit = self._stalls.since_commit(cluster.generation, now)
+        since_cut_off = now - self._cut_off_at if self._cut_off_at is not None else None
+        for host, silence in silences.items():
+            commit = since_commit if host in training else None
+            if is_host_lost(silence, commit, since_cut_off, most=most, lease=LEASE):
+                self._forget_agent(host)
+                self.post(ev.AgentLost(host, f"no message from it for {silence:.0f} s", silence))
+        if cluster.stands_still:
+            self._stalls.excuse(now)
+        elif self.cluster.phase == "running" and not any(silence > 3 * HEARTBEAT for silence in silences.values()):
+            event = self._stalls.check(self.cluster.generation, max(1.0, most / 2), now)
+            if event is not None:
+                self.post(event)
+        self.clock.after(HEARTBEAT, self._watch)
+
+    def silence_of(self, host: str) -> float:
+        """Seconds since the last message of the host's present agent, which sends one all the time."""
+        agent = self.agents.get(host)
+        if agent is None or agent.heard_at is None:
+            return 0.0
+        if agent.is_alive and (host, DRIVER) not in self.network.cut:
+            agent.heard_at = self.clock.now
+        return self.clock.now - agent.heard_at
+
+    # ---- what the executor calls: agents, workers, jobs ----
+
+    def execute(self, command: cmd.Command, _: Path) -> None:
+        match command:
+            case cmd.StartAgent(host=spec):
+                self._start_agent(spec)
+            case cmd.StopAgent(host=host):
+                agent = self.agents.get(host)
+                if agent is not None:
+                    agent.to_here.send(agent.receive, agent_messages.StopAgent())
+                    self.clock.after(3.0, self._kill_agent, agent)
+            case cmd.CancelEnd(host=host):
+                self.send(host, agent_messages.CancelEnd())
+            case cmd.StartWorker(worker=w):
+                self.send(w.host, agent_messages.Spawn(w, "", "", ""))
+            case cmd.StopWorker(worker=w, kill=kill):
+                self.send(w.host, agent_messages.StopWorker(w, kill))
+
+    def send(self, to: Any, message: Any) -> None:
+        """To a host's agent, by name, or to workers."""
+        if isinstance(to, str):
+            agent = self.agents.get(to)
+            if agent is not None:
+                agent.to_here.send(agent.receive, message)
+            return
+        for w in to:
+            agent = self.agents.get(w.host)
+            if agent is not None:
+                agent.send_to_worker(w, message)
+
+    def rehome(self, host: str, rehome: Any) -> None:
+        self.send(host, rehome)
+
+    def run_program(self, w: WorkerId, job: str) -> None:
+        self.send((w,), worker_messages.Program(job, ""))
+
+    def end(self, command: cmd.EndJob) -> None:
+        """The job has failed: no worker could help, or the user has removed those that could. The user runs another one."""
+        users_order = "was removed at once" in command.reason or "only hosts that end hold" in command.reason
+        for worker in () if users_order else self.workers():
+            helps = worker.job == command.job and worker.protocol.facts.holds_state and not worker.is_stopped
+            reachable = worker.id in self.cluster.workers and self.network.joined(worker.id.host, DRIVER)
+            assert not (helps and reachable), f"{command.reason}: yet {worker.id} holds the state"
+        self.jobs += 1
+        self.clock.after(1.0, self.post, ev.JobSubmitted(f"job-{self.jobs}"))
+
+    # ---- agents ----
+
+    def _start_agent(self, spec: HostSpec) -> None:
+        self._forget_agent(spec.name)
+        self._agents_started += 1
+        agent = self.agents[spec.name] = Agent(self, spec.name, self._agents_started)
+        self.clock.after(self.rng.uniform(*AGENT_START), self._begin_agent, agent)
+
+    def _begin_agent(self, agent: Agent) -> None:
+        """ssh has reached the machine, which ends earlier agents of the cluster there first."""
+        if self.agents.get(agent.host) is not agent:
+            return
+        if agent.host in self.down or not self.network.joined(agent.host, DRIVER):
+            del self.agents[agent.host]
+            self.post(ev.AgentLost(agent.host, "it cannot be reached by ssh", number=agent.number))
+            return
+        for earlier in self.running.get(agent.host, []):
+            earlier.die()
+        self.running[agent.host] = [agent]
+        agent.start()
+
+    def _forget_agent(self, host: str) -> None:
+        """The driver no longer counts on the host's agent, which may live on."""
+        agent = self.agents.pop(host, None)
+        if agent is not None and self.network.joined(host, DRIVER):
+            agent.die()
+
+    def _kill_agent(self, agent: Agent) -> None:
+        if self.agents.get(agent.host) is agent:
+            agent.die()
+
+    def agent_died(self, agent: Agent) -> None:
+        if self.network.joined(agent.host, DRIVER) and agent.host not in self.down:
+            self.clock.after(self.rng.uniform(0.0, 0.1), self._report_end, agent)
+
+    def _report_end(self, agent: Agent) -> None:
+        """ssh has ended."""
+        if self.agents.get(agent.host) is agent:
+            del self.agents[agent.host]
+            self.post(ev.AgentLost(agent.host, "its agent ended", number=agent.number))
+
+    def from_agent(self, agent: Agent, message: Any) -> None:
+        """A message of an agent has arrived."""
+        agent.heard_at = self.clock.now
+        if self.agents.get(agent.host) is not agent:
+            agent.to_here.send(agent.receive, agent_messages.StopAgent())
+        elif isinstance(message, agent_messages.AgentEnding):
+            self.post(ev.HostRemoved(message.host, by=message.reason, within=message.within))
+        elif isinstance(message, agent_messages.AgentGoodbye):
+            self._forget_agent(agent.host)
+            self.post(ev.AgentLost(message.host, message.reason))
+        else:
+            self.post(message)
+
+    def from_worker(self, w: WorkerId, message: Any) -> None:
+        if w in self.cluster.workers:
+            self.post(message)
+
+    def progress(self, w: WorkerId, generation: int, total: int) -> None:
+        """Telemetry: it may be lost."""
+        if (w.host, DRIVER) not in self.network.cut:
+            self._stalls.note_commits(generation, total, self.clock.now)
+
+    # ---- addresses ----
+
+    def address_of(self, host: str) -> str:
+        return self._addresses.setdefault(host, f"10.0.0.{len(self._addresses) + 1}")
+
+    def host_at(self, addresses: tuple[str, ...]) -> str:
+        return next(host for host, address in self._addresses.items() if address in addresses)
+
+    def store_of(self, w: WorkerId, number: int) -> str:
+        return f"{self.address_of(w.host)}:{w.slot}{number}"
+
+    # ---- what must hold ----
+
+    @property
+    def newest_commit(self) -> int:
+        """Of the present job."""
+        return max(
+            (number for job, number in self.trained if self.cluster.job is not None and job == self.cluster.job.name),
+            default=0,
+        )
+
+    def workers(self) -> list[Worker]:
+        """All that live, also those that the driver has given up."""
+        return [worker for agents in self.running.values() for agent in agents for worker in agent.workers.values()]
+
+    def check_synced(self, worker: Worker, formation: Formation, shared: dict[str, Any]) -> None:
+        """A world begins: all its ranks have the root's commits."""
+        known = shared.setdefault("synced", list(worker.commits))
+        if "commits" in shared:
+            known = shared["commits"]
+        assert worker.commits == known, f"{worker.id} begins generation {formation.generation} with other commits"
+
+    def check_commit(self, worker: Worker) -> None:
+        """A commit is made once, and none that a living, reachable worker of this job has is made again."""
+        number, generation = len(worker.commits), worker.commits[-1]
+        first = self.trained.setdefault((worker.job, number), generation)
+        if first == generation:
+            return
+        for other in self.workers():
+            if other.job == worker.job and len(other.commits) >= number and other.commits[number - 1] != generation:
+                known = other.id in self.cluster.workers and not other.is_stopped
+                assert not (known and other.protocol.facts.holds_state), (
+                    f"commit {number} was made in generation {first} and again in {generation}, though {other.id} has it"
+                )
+        self.trained[worker.job, number] = generation
+
+    @contextmanager
+    def no_loss(self) -> Iterator[None]:
+        """In this block a world of the same size trains, at its usual pace, and no world breaks: there are no faults."""
+        before, newest, size, begun = len(self.log), self.newest_commit, len(self.cluster.members), self.clock.now
+        yield
+        losses = [text for _, text in self.log[before:] if text.startswith(LOSSES)]
+        assert losses == [], f"without a fault: {losses}"
+        assert len(self.cluster.members) == size, f"the world went from {size} to {len(self.cluster.members)} members"
+        made, seconds = self.newest_commit - newest, self.clock.now - begun
+        assert made > seconds / 8, f"{made} commits in {seconds:.0f} s"
+
+    def _check_nothing_is_left_over(self) -> None:
+        """Each process that lives is one that the driver knows."""
+        agents = [agent for each in self.running.values() for agent in each if agent.is_alive]
+        ghosts = [
+            f"agent {agent.number} of {agent.host}" for agent in agents if self.agents.get(agent.host) is not agent
+        ]
+        ghosts += [str(worker.id) for worker in self.workers() if worker.id not in self.cluster.workers]
+        assert not ghosts, f"{ghosts} live on, and the driver does not know them"
+
+    def check_trains(self, within: float = 180.0) -> None:
+        """With all faults mended a world of all slots trains within this time, or the job has ended with a reason."""
+        end = self.clock.now + within
+        while self.clock.now < end:
+            self.clock.run_until(self.clock.now + 5.0)
+            cluster = self.cluster
+            slots = sum(host.spec.slots for host in cluster.hosts.values())
+            wanted = min(slots, cluster.limits.most)
+            settled = self.clock.now > end - within + SETTLE
+            if settled and cluster.stage is Stage.RUNNING and len(cluster.members) == wanted:
+                with self.no_loss():
+                    self.clock.run_until(self.clock.now + CALM)
+                self._check_nothing_is_left_over()
+                return
+        raise AssertionError(f"no world of {wanted} trains {within:g} s after the last fault: {self.reason}")
