@@ -1,7 +1,7 @@
 """A whole cluster in virtual time: the real core and the real commands to messages, agents and workers; faults and users.
 
-What is checked: after each decision the core's invariants; at each commit, that no commit is made twice or lost; at the end,
-that a world trains. Not simulated: the link's repeats (`transport.delivery`), torch, and a driver that is replaced.
+It checks the core's invariants after each decision, at each commit that none is made twice or lost, and at the end that a
+world trains. It leaves out the link's repeats (`transport.delivery`), torch, and a driver that is replaced.
 """
 
 from __future__ import annotations
