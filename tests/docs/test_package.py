@@ -135,6 +135,11 @@ def without_extra(declared: list[str], *extras: str) -> list[str]:
     ]
 
 
+def shorter(code: str) -> str:
+    """The quickstart's program with half as many epochs, which are enough for its accuracy, and without its pauses."""
+    return code.replace("range(state.epoch, 30)", "range(state.epoch, 15)").replace("time.sleep(0.01)", "pass")
+
+
 def test_an_index_would_take_both(built):
     """`twine check` finds no fault in the metadata."""
     run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
@@ -167,11 +172,8 @@ def test_it_runs_with_what_it_declares(wheel, declared, tmp_path):
     python = environment(tmp_path / "env", wheel, without_extra(declared, "demo"))
     run(python, "-c", IMPORTED + ALL_NAMES, cwd=tmp_path)
     assert "usage: nbelastic" in run(python.parent / "nbelastic", "--help", cwd=tmp_path)
-    quickstart = [block.code for block in example() if "%elastic_add" not in block.code]
-    pause = "            time.sleep(0.01)  # as if the model were larger\n"
-    assert sum(pause in code for code in quickstart) == 1
-    printed = run(python, "-c", CELLS, cwd=tmp_path, text=json.dumps([code.replace(pause, "") for code in quickstart]))
-    assert "2 ranks agree: True" in printed
+    quickstart = [shorter(block.code) for block in example() if "%elastic_add" not in block.code]
+    assert "2 ranks agree: True" in run(python, "-c", CELLS, cwd=tmp_path, text=json.dumps(quickstart))
 
 
 def test_a_notebook_needs_no_torch_if_all_hosts_are_elsewhere(wheel, declared, tmp_path):
