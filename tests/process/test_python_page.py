@@ -1,4 +1,4 @@
-"""The README's program runs as a script. (Its other example is the quickstart, which is tested as a notebook.)"""
+"""The program of docs/python.md runs as a script."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from tests.support.code_blocks import ROOT, blocks
 
 
 @pytest.mark.cold  # agents start here as users' agents do
-def test_the_readmes_script_runs(tmp_path):
-    """The README's program trains 200 steps, adds a host meanwhile, and returns one value per rank."""
-    (block,) = [block for block in blocks("python", pages=[ROOT / "README.md"]) if "nbe.Cluster(" in block.code]
+def test_the_script_runs(tmp_path):
+    """It trains 200 steps, adds a host meanwhile, and returns one value per rank."""
+    (block,) = [
+        block for block in blocks("python", pages=[ROOT / "docs" / "python.md"]) if "nbe.Cluster(" in block.code
+    ]
     script = tmp_path / "train.py"
     script.write_text(f"{block.code}\nimport json\nprint(json.dumps(results))\n")
     done = subprocess.run(
