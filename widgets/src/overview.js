@@ -92,10 +92,7 @@ export class Overview {
       items.push(["Steps per second", { value: number(state.steps_per_second) }]);
     if (timeLeft(state)) items.push(["Time left", { value: timeLeft(state) }]);
     if (training && state.copies) items.push(...copyFigures(state.copies, now));
-    for (const name of new Set([...Object.keys(state.report), ...Object.keys(state.curves)])) {
-      const points = state.curves[name];
-      items.push([name, { value: number(state.report[name] ?? points?.[points.length - 1] ?? ""), points }]);
-    }
+    for (const [name, value] of Object.entries(state.report)) items.push([name, { value: number(value) }]);
     return items;
   }
 }

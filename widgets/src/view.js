@@ -2,6 +2,7 @@
 /** @import { Model } from "./connection.js" */
 /** @import { KeyFrame } from "./contract.js" */
 import { Board } from "./board.js";
+import { Charts } from "./charts.js";
 import { Connection } from "./connection.js";
 import { Controls } from "./controls.js";
 import { element, setAttribute, setText } from "./dom.js";
@@ -36,6 +37,7 @@ export class View {
     this.askedAt = 0; // when the unanswered question was sent whether the kernel answers; 0: there is none
     this.keyFrameMissingSince = 0; // since when the change has no key frame; 0: it has one
     this.overview = new Overview();
+    this.charts = new Charts(this.connection);
     this.board = this.makeBoard();
     this.controls = new Controls(this.requests, this.timers);
     this.timeline = new Timeline(this.connection);
@@ -49,7 +51,9 @@ export class View {
     this.problem = element("span", { role: "alert" }); // screen readers speak each change of its text
     this.age = element("span");
     this.warning = element("p", { class: "nbe-warning", hidden: "" }, this.problem, " ", this.age);
-    const parts = [this.overview, this.board, this.controls, this.requests, this.tabs].map((part) => part.node);
+    const parts = [this.overview, this.charts, this.board, this.controls, this.requests, this.tabs].map(
+      (part) => part.node,
+    );
     const attributes = { class: "nbe", "aria-label": "Elastic cluster", tabindex: "-1" };
     this.root = element("section", attributes, this.warning, ...parts);
     parent.append(this.root);
@@ -127,6 +131,7 @@ export class View {
 
   close() {
     this.stopListening?.();
+    this.charts.close();
     this.connection.close();
     this.timers.close();
     cancelAnimationFrame(this.frame);
@@ -167,6 +172,7 @@ export class View {
     const closed = this.connection.isClosed;
     setAttribute(this.root, "data-phase", state.phase);
     this.overview.draw(state, counts, now);
+    this.charts.draw(state, closed);
     this.board.draw(state, counts, now, closed);
     this.controls.draw(state, closed);
     this.requests.draw(state.orders);
