@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
@@ -41,6 +41,7 @@ class ReportHistory:
         self.reports_per_row = reports_per_row
         self._pending: list[Row] = []  # reports of the next row
         self._newest = _step(self.rows[-1]) if self.rows else -1  # the step of the newest report
+        self._world: Row = self.rows[-1][2:4] if self.rows else []  # generation and size of the newest report
         self._replace_rows(self.rows)
 
     @property
@@ -71,7 +72,9 @@ class ReportHistory:
         new = tuple(name for name in numbers if name not in self.names)[: MAX_NAMES - len(self.names)]
         if new:
             self._known = replace(self._known, names=self.names + new)
-        self._pending.append([*place, *(_finite(numbers.get(name)) for name in self.names)])
+        if self._world[:1] != [place[2]]:  # a report may come after a loss, before the next generation
+            self._world = [*place[2:]]
+        self._pending.append([step, place[1], *self._world, *(_finite(numbers.get(name)) for name in self.names)])
         if len(self._pending) < self.reports_per_row:
             return
         self.rows.append(_mean(self._pending))
@@ -100,7 +103,7 @@ class ReportHistory:
 
     def _replace_rows(self, rows: list[Row]) -> None:
         """Receivers get all rows anew. The version is random: histories of other jobs and drivers have others."""
-        self._known = replace(self._known, version=secrets.token_hex(4), rows=rows)
+        self._known = replace(self._known, version=os.urandom(4).hex(), rows=rows)
 
 
 def _step(row: Row) -> float:

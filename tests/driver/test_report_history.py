@@ -67,6 +67,14 @@ def test_a_training_that_goes_back_replaces_later_rows():
     assert made.rows[-1] == [6, 2e9, 2, 3, 7.0]
 
 
+def test_a_generation_has_one_size():
+    """Its last reports may arrive when some of its members are lost already."""
+    made = ReportHistory()
+    for step, (generation, size) in enumerate(((1, 4), (1, 3), (2, 3), (2, 3), (3, 4)), 1):
+        made.add((step, 1e9, generation, size), {"loss": 1.0})
+    assert [row[2:4] for row in made.rows] == [[1, 4], [1, 4], [2, 3], [2, 3], [3, 4]]
+
+
 def test_reports_without_numbers_change_nothing():
     """Also of a rank 0 that has made no commit yet, and a second report of one step."""
     made = history(3)
