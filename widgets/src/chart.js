@@ -8,6 +8,7 @@ import { isNumber } from "./report_table.js";
 const HEIGHT = 150; // CSS pixels
 const FONT = "11px system-ui, sans-serif";
 const MIN_LABEL_DISTANCE = 26; // CSS pixels between the labels of two changes of the world
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact" }); // 20K
 const MIN_ZOOM = 6; // CSS pixels; a shorter drag is a click
 
 /**
@@ -116,12 +117,12 @@ export class Chart {
       return splits.map((x) => (isLong ? dateAndTime(x).slice(5, 16) : timeOfDay(x)));
     };
     const numbers = (/** @type {uPlot} */ _, /** @type {(number|null)[]} */ splits) =>
-      splits.map((x) => (x === null ? "" : number(x)));
+      splits.map((x) => (x === null ? "" : Math.abs(x) < 10_000 ? number(x) : COMPACT.format(x)));
     const reset = () => () => (this.owner.onZoom(null), null);
     return {
       width,
       height: HEIGHT,
-      padding: [14, 10, 0, 0],
+      padding: [14, 14, 0, 0],
       legend: { show: false },
       scales: { x: { time: byTime, auto: false }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [
@@ -166,14 +167,15 @@ export class Chart {
     for (const change of changes) {
       const x = Math.round(this.placeOf(plot, change, true));
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = ctx.fillStyle = change.size < change.before ? colors.bad : colors.good;
+      const { size, before } = change;
+      ctx.strokeStyle = ctx.fillStyle = size === before ? colors.text : size < before ? colors.bad : colors.good;
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      if (x - lastLabel < MIN_LABEL_DISTANCE * ratio) continue;
+      if (size === before || x - lastLabel < MIN_LABEL_DISTANCE * ratio) continue;
       lastLabel = x;
-      ctx.fillText(`${change.before}→${change.size}`, x, bbox.top - ratio);
+      ctx.fillText(`${before}→${size}`, x, bbox.top - ratio);
     }
     ctx.restore();
   }

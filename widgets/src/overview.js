@@ -53,7 +53,8 @@ export class Overview {
     setText(this.phase, idle ? "ready" : state.phase);
     setAttribute(this.phase, "data-tone", idle ? "good" : tone(state.phase));
     setText(this.reason, state.reason);
-    setText(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
+    const since = state.phase === "finished" ? "" : sinceFailure(state.failed_at, now);
+    setText(this.since, [state.name, since].filter(Boolean).join(" · "));
     this.figures.draw(this.items(state, training, ready, now), null);
     this.drawProgress(state.step, training ? state.total : null);
     if (this.before) {

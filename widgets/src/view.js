@@ -31,6 +31,8 @@ export class View {
     this.requests = new RequestList(this.connection, this.timers);
     this.inSight = true;
     this.frame = 0;
+    /** @type {Set<string>} the parts that could not be drawn */
+    this.failed = new Set();
     this.pressedAt = -Infinity; // when a mouse button was pressed that is still held
     this.clockOffset = Infinity; // seconds by which this clock is ahead of the kernel's
     this.lastMessageAt = Date.now();
@@ -168,16 +170,30 @@ export class View {
     if (!state.phase) return;
     if (this.clockOffset === Infinity) this.clockOffset = Date.now() / 1000 - state.time;
     const now = Date.now() / 1000 - this.clockOffset;
-    const counts = this.board.count(state, now);
+    /** @type {Record<string, number>} */
+    let counts = {};
+    this.drawPart("board", () => {
+      counts = this.board.count(state, now);
+    });
     const closed = this.connection.isClosed;
     setAttribute(this.root, "data-phase", state.phase);
-    this.overview.draw(state, counts, now);
-    this.charts.draw(state, closed);
-    this.board.draw(state, counts, now, closed);
-    this.controls.draw(state, closed);
-    this.requests.draw(state.orders);
-    this.timeline.draw(state, now, closed);
-    this.stacks.draw(closed);
+    this.drawPart("overview", () => this.overview.draw(state, counts, now));
+    this.drawPart("charts", () => this.charts.draw(state, closed));
+    this.drawPart("board", () => this.board.draw(state, counts, now, closed));
+    this.drawPart("controls", () => this.controls.draw(state, closed));
+    this.drawPart("requests", () => this.requests.draw(state.orders));
+    this.drawPart("timeline", () => this.timeline.draw(state, now, closed));
+    this.drawPart("stacks", () => this.stacks.draw(closed));
+  }
+
+  /** Draw one part. If it fails, the other parts go on; the browser's console has the first error of each part. */
+  drawPart(/** @type {string} */ name, /** @type {() => void} */ draw) {
+    try {
+      draw();
+    } catch (error) {
+      if (!this.failed.has(name)) console.error(`nbelastic: the ${name} cannot be drawn`, error);
+      this.failed.add(name);
+    }
   }
 
   /** Once per second: draw the times that count down, and check that the kernel still answers. */
