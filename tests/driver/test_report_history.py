@@ -9,6 +9,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbelastic.driver.telemetry import SavedReports, Telemetry
+from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.report_history import MAX_NAMES, MAX_ROWS, ReportHistory, ReportRows
 
 
@@ -65,6 +67,18 @@ def test_a_training_that_goes_back_replaces_later_rows():
     made.add((6, 2e9, 2, 3), {"loss": 7.0})
     assert [row[0] for row in made.rows] == [1, 2, 3, 4, 5, 6]
     assert made.rows[-1] == [6, 2e9, 2, 3, 7.0]
+
+
+def test_the_next_driver_continues_the_history():
+    """With the same rows, to which as many reports are joined; clients get all rows anew."""
+    before, after = Telemetry(), Telemetry()
+    before.history = history(5000)
+    after.load_reports(msgspec.json.decode(encode(before.saved_reports()), type=SavedReports))
+    assert after.history.rows == before.history.rows
+    assert after.history.reports_per_row == before.history.reports_per_row > 1
+    assert after.history.version != before.history.version
+    after.history.add((5001, 1e9, 2, 3), {"loss": 0.1})
+    assert len(after.history.rows) in (len(before.history.rows), len(before.history.rows) + 1)
 
 
 def test_a_generation_has_one_size():
