@@ -65,7 +65,9 @@ export class Charts {
   draw(/** @type {KeyFrame} */ state, /** @type {boolean} */ closed) {
     this.state = state;
     const progress = `${state.job}|${state.step}|${state.outcome}`;
-    if (!closed && state.job && progress !== this.answered && Date.now() - this.askedAt >= PERIOD) this.ask(progress);
+    const hasReports = this.table.rows.length > 0 || Object.keys(state.report).length > 0;
+    const isDue = hasReports && progress !== this.answered && Date.now() - this.askedAt >= PERIOD;
+    if (!closed && state.job && isDue) this.ask(progress);
     const looks = `${this.table.version}|${this.table.rows.length}|${Object.values(this.colors())}`;
     if (looks !== this.drawn) this.redraw();
     this.drawn = looks;
