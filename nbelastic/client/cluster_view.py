@@ -11,6 +11,7 @@ from nbelastic.client.engine_client import EngineClient
 from nbelastic.client.notebook_line import in_notebook
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.protocol import requests
+from nbelastic.protocol.report_history import ReportHistory
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
@@ -53,6 +54,20 @@ class ClusterView:
         """The events that are kept, and the number of all events so far."""
         driver = self._link.latest
         return driver.events() if driver is not None else ([], 0)
+
+    @property
+    def reports(self) -> list[dict[str, float | None]]:
+        """What rank 0 reported over the present or last job, as a table: `pandas.DataFrame(cluster.reports)`.
+
+        Each row has `step`, `time` (seconds since 1970), `generation`, `size` (of the world), and up to 16 reported numbers.
+        There are at most 2,000 rows; in a long job each row is the mean of equally many reports.
+        """
+        return list(self.report_history().records())
+
+    def report_history(self) -> ReportHistory:
+        """The same, to read only."""
+        driver = self._link.latest
+        return driver.reports if driver is not None else ReportHistory()
 
     def stacks(self, timeout: float = 2.0) -> list[WorkerStack]:
         """Where every worker is at this moment: the Python stack of its main thread, taken by another of its threads.

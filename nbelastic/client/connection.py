@@ -23,6 +23,7 @@ from nbelastic.client.job_copy import JobCopy, create_error
 from nbelastic.errors import ClusterStoppedError, DriverLostError, NbelasticError, UsageError
 from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import requests as r
+from nbelastic.protocol.report_history import ReportHistory
 from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord, Status
 from nbelastic.system import at_fork, versions
 from nbelastic.system.future_results import resolve_if_pending
@@ -73,6 +74,7 @@ class Connection:
         self.jobs: dict[str, JobCopy] = {}
         self.setup_cells: dict[str, str] = {}
         self.submitted_jobs = 0
+        self.reports = ReportHistory()
         self._events: tuple[deque[EventRecord], int] = deque(maxlen=EVENTS_IN_MEMORY), 0
         self._status = msgspec.Raw()
         self._decoded: tuple[msgspec.Raw, Status] | None = None
@@ -266,6 +268,8 @@ class Connection:
 
     def _apply(self, update: u.Update) -> None:
         self._status = update.status
+        if update.reports is not None:
+            self.reports.apply(update.reports)
         events, _ = self._events
         events.extend(update.events)
         self._events = events, update.event_count

@@ -20,6 +20,7 @@ from nbelastic.core.state import ClusterState
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.job_run import JobRun
+from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import JobError, NbelasticError, UsageError
 from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import requests as r
@@ -50,6 +51,7 @@ class ClientView(Protocol):
     settings: Settings
     event_log: EventLog
     internal_errors: InternalErrors
+    telemetry: Telemetry
 
     @property
     def cluster(self) -> ClusterState: ...
@@ -202,6 +204,7 @@ class _Connection(asyncio.Protocol):
         self._events = 0  # how many were sent
         self._setup: dict[str, str] = {}  # as it was sent
         self._jobs: dict[str, tuple[int, int, bool]] = {}  # what was sent of each job: see `_progress`
+        self._reports = ("", 0)  # the version of the reports' history, and how many of its rows were sent
         self._is_writing_paused = False  # the client has not read what it was sent; the next update waits for that
         self._missed_pieces: dict[int, r.Piece] = {}  # by request: the newest output that was left out
 
@@ -318,6 +321,8 @@ class _Connection(asyncio.Protocol):
             new = events[max(0, len(events) - (count - self._events)) :]
         setup = {cell.key: cell.source for cell in driver.cluster.setup}
         jobs = [job for run in driver.runs.values() if (job := self._job_update(run)) is not None]
+        reports = driver.telemetry.history.since(*self._reports)
+        sent = reports.version, reports.start + len(reports.rows)
         message = u.Update(
             status,
             count,
@@ -328,9 +333,10 @@ class _Connection(asyncio.Protocol):
             known_jobs=list(driver.runs),
             decision_failure=driver.internal_errors.decision_failure,
             stopping=driver.cluster.stopping,
+            reports=reports if sent != self._reports else None,
         )
         self._transport.write(u.frame(message))
-        self._events, self._setup = count, setup  # after the write, which may fail
+        self._events, self._setup, self._reports = count, setup, sent  # after the write, which may fail
         self._jobs = {run.name: _progress(run) for run in driver.runs.values()}
         self.unmapped_jobs |= {job.job for job in jobs if job.end is not None and job.end.values is not None}
         if last:

@@ -18,6 +18,7 @@ from nbelastic.driver.liveness import StallDetector
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.state_pulls import StatePulls
+from nbelastic.driver.status import wall
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.driver.telemetry import Telemetry, numbers
 from nbelastic.driver.workers import Workers
@@ -251,6 +252,10 @@ class ReceivedMessages:
 
     def _add_report(self, w: WorkerId, commit: int, values: Mapping[str, float | str | None]) -> None:
         """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""
-        for name in self._telemetry.add_report(numbers(values)):
+        report, cluster = numbers(values), self._cluster()
+        diverged = self._telemetry.add_report(report)
+        place = commit, wall(self._clock.now()), cluster.generation, len(cluster.members)
+        self._telemetry.history.add(place, {name: value for name, value in report.items() if name != "total"})
+        for name in diverged:
             text = f"{name} is no longer a finite number: rank 0 reported this at commit {commit}"
-            self._record(cmd.Record("not-finite", text, worker=str(w), generation=self._cluster().generation))
+            self._record(cmd.Record("not-finite", text, worker=str(w), generation=cluster.generation))

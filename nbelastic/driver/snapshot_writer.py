@@ -16,7 +16,7 @@ from nbelastic.core.state import ClusterState, is_same
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
 from nbelastic.driver.job_run import JobRun
-from nbelastic.driver.telemetry import SavedTelemetry, Telemetry
+from nbelastic.driver.telemetry import SavedReports, SavedTelemetry, Telemetry
 from nbelastic.protocol import messages
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.local_clusters import fingerprint
@@ -28,8 +28,10 @@ from nbelastic.system.processes import machine
 from nbelastic.transport.keys import Keys
 
 TELEMETRY = "live.json"
+REPORTS = "reports.json"
 OUTPUT = "output.jsonl"
 TELEMETRY_INTERVAL = 1.0  # seconds between two saves of the telemetry, which changes all the time
+REPORTS_INTERVAL = 10.0  # the same for the history of the reports, which is larger
 MAX_OUTPUT_SIZE = 4 << 20  # bytes in a file; there are two of them
 
 
@@ -50,7 +52,7 @@ class SnapshotWriter:
         self._last: DriverSnapshot | None = None
         self._summary: tuple[ClusterState, SavedCluster] | None = None  # the newest, and what it was made from
         self._output: Any = None
-        self._telemetry_saved_at = 0.0
+        self._telemetry_saved_at = self._reports_saved_at = 0.0
         self._is_saving = False
 
     def start_saving(
@@ -143,10 +145,13 @@ class SnapshotWriter:
         )
 
     def save_telemetry(self, telemetry: Telemetry, now: float) -> None:
-        """Save the curves and the progress, at most once per `TELEMETRY_INTERVAL`."""
+        """Save the curves and the progress, at most once per `TELEMETRY_INTERVAL`, and the reports less often."""
         if now - self._telemetry_saved_at > TELEMETRY_INTERVAL:
             self._telemetry_saved_at = now
             replace_private(self._run_folder.path / TELEMETRY, [encode(telemetry.saved())])
+        if now - self._reports_saved_at > REPORTS_INTERVAL:
+            self._reports_saved_at = now
+            replace_private(self._run_folder.path / REPORTS, [encode(telemetry.saved_reports())])
 
     def append_output(self, message: messages.WorkerOutput) -> None:
         """Save what a worker has printed."""
@@ -171,6 +176,9 @@ class SnapshotWriter:
                 runs[message.job].add_output(message)
         with suppress(OSError, msgspec.DecodeError):
             telemetry.load(msgspec.json.decode((self._run_folder.path / TELEMETRY).read_bytes(), type=SavedTelemetry))
+        with suppress(OSError, msgspec.DecodeError):
+            saved = (self._run_folder.path / REPORTS).read_bytes()
+            telemetry.load_reports(msgspec.json.decode(saved, type=SavedReports))
 
     def _load_output(self) -> Iterator[messages.WorkerOutput]:
         decoder = msgspec.json.Decoder(messages.WorkerOutput)

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.report_history import ReportHistory, ReportRows
 from nbelastic.protocol.status import RequestStatus
 
 NAN = float("nan")
@@ -61,6 +62,13 @@ class SavedTelemetry(Struct, frozen=True):
     curves: dict[str, tuple[list[float | None], int]] = {}
 
 
+class SavedReports(Struct, frozen=True):
+    """The history of the job's reports, and how many reports each of its rows averages."""
+
+    history: ReportRows
+    reports_per_row: int
+
+
 class StepRate:
     """Steps per second over the last seconds."""
 
@@ -97,6 +105,7 @@ class Telemetry(Struct):
     last_generation: int = 0  # of earlier jobs
     newest: tuple[tuple[float, int], ...] = ()  # when each of the newest commits was first reported
     curves: dict[str, Curve] = {}
+    history: ReportHistory = msgspec.field(default_factory=ReportHistory)
     copies: dict[WorkerId, tuple[int, worker_messages.Copies]] = {}  # with the generation whose ranks they name
     whole: WholeCommit | None = None
     worlds: dict[int, tuple[WorkerId, ...]] = {}  # by generation, the members of the last ones that had copies
@@ -189,6 +198,7 @@ class Telemetry(Struct):
         self.last_generation = last_generation
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
+        self.history = ReportHistory()
         self.copies, self.whole, self.worlds = {}, None, {}
         self.step_rate = StepRate()
 
@@ -208,6 +218,13 @@ class Telemetry(Struct):
         """What the next driver needs."""
         curves = {name: curve.saved() for name, curve in self.curves.items()}
         return SavedTelemetry(self.step, dict(self.report), self.total, self.failed_at, curves)
+
+    def saved_reports(self) -> SavedReports:
+        """The reports, which are saved less often than the rest."""
+        return SavedReports(self.history.since("", 0), self.history.reports_per_row)
+
+    def load_reports(self, saved: SavedReports) -> None:
+        self.history = ReportHistory(saved.history, max(1, saved.reports_per_row))
 
     def load(self, saved: SavedTelemetry) -> None:
         """Continue with the telemetry of the previous driver."""

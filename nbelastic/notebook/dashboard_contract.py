@@ -118,7 +118,6 @@ class ClusterView(TypedDict):
     total: int | None
     steps_per_second: float | None
     report: dict[str, float | str]
-    curves: dict[str, list[float | str]]
     failed_at: float | None
     copies: Copies | None
     hosts: dict[str, Host]
@@ -221,6 +220,13 @@ class LogsQuery(Query, tag="logs", kw_only=True):
     worker: str | None = None
 
 
+class ReportsQuery(Query, tag="reports"):
+    """The reports that this view lacks, which has `count` rows of `version`."""
+
+    version: str = ""
+    count: int = 0
+
+
 class StacksQuery(Query, tag="stacks"):
     """Where each rank is now."""
 
@@ -229,7 +235,7 @@ class TraceQuery(Query, tag="trace"):
     """The cluster's events as a trace for Perfetto."""
 
 
-AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | StacksQuery | TraceQuery
+AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | ReportsQuery | StacksQuery | TraceQuery
 
 
 # ---- Answers to queries, sent to all views
@@ -285,6 +291,18 @@ class LogsAnswer(TypedDict):
     writers: list[Writer]
 
 
+class ReportsAnswer(TypedDict):
+    """Rows of the history from place `start` on. Each is step, time, generation, size of the world, and the values of `names`.
+
+    A short row lacks the last names. If `version` is not the view's, all rows are new.
+    """
+
+    version: str
+    start: int
+    names: list[str]
+    rows: list[list[float | None]]
+
+
 class StacksAnswer(TypedDict):
     """`silent`: workers that have not answered."""
 
@@ -305,6 +323,7 @@ class Answers(TypedDict):
     frame: Empty
     history: HistoryAnswer
     logs: LogsAnswer
+    reports: ReportsAnswer
     stacks: StacksAnswer
     trace: TraceAnswer
 
@@ -315,4 +334,4 @@ class Refusal(TypedDict):
     error: str
 
 
-AnyAnswer = Empty | HistoryAnswer | LogsAnswer | StacksAnswer | TraceAnswer | Refusal
+AnyAnswer = Empty | HistoryAnswer | LogsAnswer | ReportsAnswer | StacksAnswer | TraceAnswer | Refusal

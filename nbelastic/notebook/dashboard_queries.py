@@ -17,15 +17,18 @@ from nbelastic.notebook.dashboard_contract import (
     HistoryQuery,
     LogsAnswer,
     LogsQuery,
+    ReportsAnswer,
+    ReportsQuery,
     StackGroup,
     StacksAnswer,
     StacksQuery,
     TraceQuery,
     Writer,
 )
-from nbelastic.notebook.dashboard_state import event_entries
+from nbelastic.notebook.dashboard_state import event_entries, five_digits
 from nbelastic.notebook.log_folding import fold_lines, pack_lines
 from nbelastic.notebook.stack_groups import group_equal_stacks
+from nbelastic.protocol.report_history import PLACE
 from nbelastic.protocol.status import WorkerStack
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ def answer_query(cluster: Cluster, query: AnyQuery, reply: Callable[[AnyAnswer],
             reply(_history(cluster, before))
         case LogsQuery(worker=worker, since=since):
             reply(_logs(cluster, worker, since))
+        case ReportsQuery(version=version, count=count):
+            reply(_reports(cluster, version, count))
         case StacksQuery():
             cluster.ask_stacks(lambda stacks: reply(_stacks(stacks)))
         case TraceQuery():
@@ -86,6 +91,16 @@ def _logs(cluster: Cluster, worker: str | None, since: int) -> LogsAnswer:
         "next": lines_since[-1][1].number if lines_since else since,
         "writers": [Writer(*writer) for writer in job.writers],
     }
+
+
+def _reports(cluster: Cluster, version: str, count: int) -> ReportsAnswer:
+    new = cluster.report_history().since(version, max(0, count))
+    first = len(PLACE)
+    rows = [
+        [*row[:1], round(row[1] or 0, 1), *row[2:first], *(None if x is None else five_digits(x) for x in row[first:])]
+        for row in new.rows
+    ]
+    return {"version": new.version, "start": new.start, "names": list(new.names), "rows": rows}
 
 
 def _stacks(stacks: Iterable[WorkerStack]) -> StacksAnswer:

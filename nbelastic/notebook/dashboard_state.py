@@ -78,9 +78,8 @@ def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> Clus
         "outcome": status.outcome,
         "step": status.step,
         "total": status.total,
-        "steps_per_second": None if status.steps_per_second is None else _five_digits(status.steps_per_second),
+        "steps_per_second": None if status.steps_per_second is None else five_digits(status.steps_per_second),
         "report": {name: _rounded(value) for name, value in status.report.items()},
-        "curves": {name: [_rounded(value) for value in values] for name, values in status.curves.items()},
         "failed_at": status.failed_at,
         "copies": None if status.copies is None else _copies(status.copies),
         "hosts": {
@@ -180,8 +179,8 @@ def _rounded(value: float | str) -> float | str:
     """Round to what is shown. JSON has no NaN, so a loss that is NaN is sent as text. Text stays as it is."""
     if isinstance(value, str):
         return value
-    return _five_digits(value) if math.isfinite(value) else str(value)
+    return five_digits(value) if math.isfinite(value) else str(value)
 
 
-def _five_digits(value: float) -> float:
+def five_digits(value: float) -> float:
     return float(f"{value:.5g}")

@@ -19,6 +19,7 @@ from msgspec import Raw, Struct
 from nbelastic.protocol import messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
+from nbelastic.protocol.report_history import ReportRows
 from nbelastic.protocol.requests import AnyRequest, ControllerFound, Piece
 from nbelastic.protocol.status import EventRecord, Status, WorkerStack
 
@@ -129,6 +130,7 @@ class Update(ToClient):
     known_jobs: list[str] = []  # names of all jobs that the driver has not forgotten
     decision_failure: str = ""  # why the driver makes no more decisions
     stopping: str = ""  # why the cluster is being stopped
+    reports: ReportRows | None = None  # of the present or last job; None: no new ones
 
 
 class Stopped(ToClient):

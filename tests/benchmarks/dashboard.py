@@ -1,7 +1,7 @@
 """What the dashboard costs: `python -m tests.benchmarks.dashboard [--json FILE] [--quick]`.
 
 The benchmark measures the CPU of driver and kernel with four workers, idle and training, with and without a dashboard.
-For a cluster of 64 hosts with 8 slots it measures what the kernel computes and sends.
+For a cluster of 64 hosts with 8 slots it measures what the kernel computes and sends, with a history of 100,000 reports.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 import nbelastic as nbe
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.dashboard_state import DashboardState
+from nbelastic.protocol.report_history import ReportHistory
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 from tests.benchmarks import recovery
 from tests.benchmarks.recovery import Cases, training
@@ -118,10 +119,32 @@ def large(rounds: int) -> dict[str, list[float]]:
     return found
 
 
+def reports(rounds: int) -> dict[str, list[float]]:
+    """Return what 100,000 reports of three names cost: one of them in the driver, all of them once, and the new ones per second."""
+    names = ("add one, µs", "whole, kB", "new rows, kB", "answer whole, ms")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        history = ReportHistory()
+        began = time.perf_counter()
+        for step in range(100_000):
+            history.add((step, 1.7e9 + step / 4, 3, 512), {"loss": 2.3 / (1 + step), "accuracy": 0.5, "lr": 0.1})
+        found["add one, µs"].append((time.perf_counter() - began) * 10)
+        began = time.perf_counter()
+        whole = history.since("", 0)
+        text = json.encode(whole)
+        found["answer whole, ms"].append((time.perf_counter() - began) * 1000)
+        found["whole, kB"].append(len(text) / 1000)
+        for step in range(100_000, 100_004):
+            history.add((step, 1.7e9 + step / 4, 3, 512), {"loss": 2.3 / (1 + step), "accuracy": 0.5, "lr": 0.1})
+        found["new rows, kB"].append(len(json.encode(history.since(whole.version, len(whole.rows)))) / 1000)
+    return found
+
+
 def cases(part: int) -> Cases:
     return {
         "driver": lambda: driver(max(2, 5 // part), 5.0),
         "large": lambda: large(max(5, 50 // part)),
+        "reports": lambda: reports(max(2, 5 // part)),
     }
 
 

@@ -51,6 +51,30 @@ def test_each_slot_shows_its_worker_and_state(view, clock):
     expect(view.page.get_by_role("row", name="gpu3")).to_contain_text("again in 40 min")
 
 
+def test_many_hosts_can_be_searched_and_those_with_problems_come_first(view):
+    """By name, address or rank. Few hosts have no filter."""
+    hosts = {f"gpu{n:02}": host([worker(2 * n), worker(2 * n + 1)], address=f"10.0.0.{n}") for n in range(20)}
+    hosts["gpu07"]["phase"] = "draining"
+    hosts["gpu11"]["workers"]["1#1"] = worker(23, behind=4)
+    view.open(state(hosts=hosts))
+    shown = view.page.get_by_role("rowheader")
+    expect(view.root).to_contain_text("2 hosts with problems")
+    view.page.get_by_label("Order of hosts").select_option("problems first")
+    expect(shown.nth(0)).to_contain_text("gpu07")
+    expect(shown.nth(1)).to_contain_text("gpu11")
+    expect(shown).to_have_count(20)
+    view.page.get_by_label("Order of hosts").select_option("only problems")
+    expect(shown).to_have_count(2)
+    view.page.get_by_label("Order of hosts").select_option("in order")
+    view.page.get_by_label("Find hosts").fill("rank 23")
+    expect(shown).to_have_count(1)
+    expect(view.root).to_contain_text("1 of 20 shown")
+    view.page.get_by_label("Find hosts").fill("10.0.0.19")
+    expect(shown).to_contain_text("gpu19")
+    view.update(state=state(n=2))
+    expect(view.page.get_by_label("Find hosts")).to_be_hidden()
+
+
 def test_gpus_have_a_column_only_if_a_host_has_one(view):
     """It shows the use and memory of all GPUs of a host."""
     view.open(state())

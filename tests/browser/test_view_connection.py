@@ -6,7 +6,7 @@ import re
 from datetime import datetime
 
 import pytest
-from fake_view import button, panel
+from fake_view import View, button, panel
 from playwright.sync_api import expect
 from view_samples import ANSWERS, HISTORY, NOW, crowd, logs, state
 
@@ -120,3 +120,15 @@ def test_a_closed_view_leaves_nothing_behind(view):
     left = view.page.evaluate("close_view(), [[...pending], listeners.length, model.listeners.length]")
     assert left == [[], 0, 0]
     expect(view.page.locator("main > *")).to_have_count(0)
+
+
+def test_one_part_that_fails_does_not_end_the_others(page):
+    """The browser's console has its error once, and the rest is drawn at each update."""
+    errors = []
+    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    view = View(page).open(state())
+    for step in (2001, 2002):
+        view.patch(step=step, hosts={"gpu1": {"workers": {"0#1": None, "1#1": 7}}}, max=step)
+        expect(view.page.locator(".nbe-facts").first).to_contain_text(f"{step:,}")
+        expect(view.page.get_by_label("max")).to_have_value(str(step))
+    assert [text.split("\n")[0][:40] for text in errors] == ["nbelastic: the board cannot be drawn Typ"]

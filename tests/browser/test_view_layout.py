@@ -8,7 +8,7 @@ import axe_playwright_python
 import pytest
 from fake_view import button, panel
 from playwright.sync_api import expect
-from view_samples import ANSWERS, crowd, logs, state
+from view_samples import ANSWERS, crowd, logs, reports, state
 
 pytestmark = pytest.mark.browser
 
@@ -45,7 +45,11 @@ def test_nothing_moves_between_press_and_release(view, clock):
 def test_nothing_is_cut_off(view, width, scheme, output_path):
     """No sideways scrolling from a phone's width on, in JupyterLab's own colours."""
     view.page.set_viewport_size({"width": width, "height": 900})
-    view.open(crowd(), {**ANSWERS, "logs": logs((0, "out", "a-word-of-one-hundred-letters-" * 6))}, theme=scheme)
+    view.open(
+        crowd(),
+        {**ANSWERS, "reports": reports(), "logs": logs((0, "out", "a-word-of-one-hundred-letters-" * 6))},
+        theme=scheme,
+    )
     view.page.locator(".nbe-chip").nth(1).click()
     view.page.locator(".nbe-log details").first.locator("summary").click()
     for name in ("Timeline", "Logs", "Stacks"):
@@ -69,7 +73,9 @@ def test_the_view_is_accessible(view, theme, width):
     """axe finds no fault in any panel, with JupyterLab's colours, in a dark page without a theme, and after a closed connection."""
     view.page.emulate_media(color_scheme=theme or "dark", reduced_motion="reduce")
     view.page.set_viewport_size({"width": width, "height": 900})
-    view.open(crowd(), {**ANSWERS, "logs": logs((0, "out", "one"), (1, "err", "two"))}, theme=theme)
+    view.open(
+        crowd(), {**ANSWERS, "reports": reports(), "logs": logs((0, "out", "one"), (1, "err", "two"))}, theme=theme
+    )
     view.page.add_script_tag(path=AXE)
     view.page.locator(".nbe-chip").nth(1).click()
     button(view, "Stop cluster").click()

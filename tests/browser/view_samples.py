@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 NOW = 1_753_000_000.0  # the kernel's clock in each test
 CHANGE = {"detect": 3.2, "abort": 12.4, "form": 29.0, "sync": 4.5, "first step": 18.1, "all": 71.2}
 
@@ -41,7 +43,7 @@ def state(**more):
         "max": 8,
     }
     job = {"job": "job-1", "outcome": "", "step": 1234, "total": None, "steps_per_second": 55.123, "report": {}}
-    rest = {"curves": {}, "failed_at": None, "copies": None, "hosts": hosts, "events": [event(1)], "orders": []}
+    rest = {"failed_at": None, "copies": None, "hosts": hosts, "events": [event(6)], "orders": []}
     return {**world, "reason": "4 workers train in generation 3", **job, **rest, **more}
 
 
@@ -70,7 +72,25 @@ STACKS = [
     {"workers": WRITERS[:2], "place": "train.py:88 in train", "text": "line 88, in train", "note": ""},
     {"workers": WRITERS[2:3], "place": "data.py:12 in load", "text": "line 12, in load", "note": "3 commits behind"},
 ]
+
+
+def reports(steps=400, *, version="v1", sizes=((1, 4), (150, 3), (170, 4), (320, 8))):
+    """The reports of a training: a loss, an accuracy, a learning rate and a name that is long. The world changes at `sizes`."""
+    rows = []
+    for step in range(1, steps + 1):
+        generation = sum(step >= first for first, _ in sizes)
+        noise = math.sin(step * 12.9898) * 0.08
+        loss = 2.3 * math.exp(-step / 120) + 0.21 + noise / (1 + step / 100)
+        time = NOW - 300 + step * 0.7 + 4 * (generation - 1)
+        values = [round(loss, 5), round(1 - loss / 2.6, 5), 0.1 if step < 300 else 0.01, step * 2.0]
+        rows.append([step, time, generation, sizes[generation - 1][1], *values])
+    names = ["loss", "accuracy", "lr", "a-report-with-a-rather-long-name"]
+    return {"version": version, "start": 0, "names": names, "rows": rows}
+
+
+NO_REPORTS = {"version": "", "start": 0, "names": [], "rows": []}
 ANSWERS = {
+    "reports": NO_REPORTS,
     "hello": {},
     "history": {"events": HISTORY, "oldest": 1},
     "stacks": {"stacks": STACKS, "silent": WRITERS[3:]},
@@ -87,7 +107,7 @@ def logs(*lines, first=1, job="job-1", unfinished=(), speakers=WRITERS):
 
 
 def crowd():
-    """Long names and reasons, each state of a slot, GPUs, reports and curves, copies on several hosts."""
+    """Long names and reasons, each state of a slot, GPUs, reports, copies on several hosts."""
     long = "gpu-node-with-a-rather-long-name.cluster.example.org"
     slots = {"0#1": worker(3), "1#2": worker(None, "ready", restarts=1), "2#1": worker(None, "lost", reason="signal 9")}
     hosts = {
@@ -110,7 +130,6 @@ def crowd():
     report = {"loss": 0.2134, "a-report-with-a-rather-long-name": 123456, "lr": "nan"}
     events = [event(6, "order-refused", "a-word-of-one-hundred-letters-" * 4), event(7, "training", took=CHANGE)]
     orders = [{"id": "another-1", "by": "%elastic_add", "text": f"add {long}:8", "word": "under way", "why": ""}]
-    curves = {"loss": [2.3, 1.1, 0.5, 0.2134], "accuracy": [0.1, 0.5, 0.97]}
     copies = {"commit": 1_232_123, "made_at": NOW - 4000, "seconds": 12.3, "memory": 123_456, "workers": 100}
-    figures = {"report": report, "curves": curves, "total": 20_000, "failed_at": NOW - 190, "copies": copies}
+    figures = {"report": report, "total": 20_000, "failed_at": NOW - 190, "copies": copies}
     return state(hosts=hosts, events=events, orders=orders, **figures)

@@ -116,7 +116,7 @@ def test_words_are_spelled_as_the_dictionary_has_them():
         "-m",
         "codespell_lib",
         "--skip",
-        "*.pyc,*.json,*.png,*.svg,constraints.txt,node_modules",
+        "*.pyc,*.json,*.png,*.svg,constraints.txt,node_modules,static",
         "-L",
         "notin,oen",
         *paths,

@@ -16,6 +16,7 @@ from nbelastic.client.cell_syntax import check_cell
 from nbelastic.errors import UsageError
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.output_buffer import Line
+from nbelastic.protocol.report_history import ReportHistory
 from nbelastic.protocol.requests import Piece
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
@@ -81,6 +82,7 @@ class FakeCluster:
         self.events: list[EventRecord] = []
         self.count = 0  # of all events
         self.setup_cells: dict[str, str] = {}
+        self.history = ReportHistory()
         self.shown_stacks: list[WorkerStack] = []
         self.subscribers: list[object] = []
         self.died = False
@@ -215,6 +217,9 @@ class FakeCluster:
 
     def ask_stacks(self, done, timeout: float = 2.0) -> None:
         done(self.shown_stacks)
+
+    def report_history(self):
+        return self.history
 
     def trace(self):
         return {"traceEvents": []}

@@ -134,6 +134,18 @@ def test_a_view_asks_for_older_events(cluster, dashboard, replies):
     assert replies.pop()["events"] == []
 
 
+def test_a_view_gets_new_reports(cluster, dashboard, replies):
+    """The whole history, then only new rows; numbers with five digits. The state has no reports but the newest."""
+    cluster.history.add((1, 1e9 + 0.123, 1, 2), {"loss": 2.123456789})
+    click(dashboard, {"ask": "reports", "id": "r"})
+    first = replies.pop()
+    assert (first["start"], first["names"], first["rows"]) == (0, ["loss"], [[1, 1e9 + 0.1, 1, 2, 2.1235]])
+    cluster.history.add((2, 1e9 + 1, 1, 2), {"loss": 1.5})
+    click(dashboard, {"ask": "reports", "id": "r", "version": first["version"], "count": 1})
+    second = replies.pop()
+    assert (second["version"], second["start"], second["rows"]) == (first["version"], 1, [[2, 1e9 + 1, 1, 2, 1.5]])
+
+
 def test_a_view_tails_the_output(cluster, dashboard, replies):
     """Of all workers or of one; each query continues after the last answer; without a job there are no lines."""
     click(dashboard, {"ask": "logs", "id": "q", "since": 0})

@@ -1,7 +1,8 @@
-"""The widget's files: their own tests, their types, and the text that they make together."""
+"""The widget's files: their own tests, their types, and the bundle that they make."""
 
 from __future__ import annotations
 
+import gzip
 import re
 import runpy
 import shutil
@@ -13,8 +14,8 @@ import pytest
 from nbelastic.notebook.widget_files import widget_text
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
-MODULES = sorted((WIDGETS / "src").glob("*.js"))
 TYPESCRIPT = WIDGETS / "node_modules" / ".bin" / "tsc"
+ESBUILD = TYPESCRIPT.with_name("esbuild")
 
 
 def run_in_widgets(*command: str | Path) -> None:
@@ -40,29 +41,24 @@ def test_the_contract_is_up_to_date():
     assert (WIDGETS / "src" / "contract.d.ts").read_text() == written
 
 
-def test_modules_can_share_one_scope():
-    """Each name at the top level of a module is unique, and each import keeps the name of what it imports."""
-    names = [
-        name
-        for module in MODULES
-        for name in re.findall(
-            r"^(?:export )?(?:async )?(?:const|let|class|function) (\w+)", module.read_text(), re.MULTILINE
-        )
-    ]
-    assert sorted(names) == sorted(set(names))
-    assert [
-        path.name for path in MODULES if re.search(r"^import (?:\* |\w|[^;]* as )", path.read_text(), re.MULTILINE)
-    ] == []
+@pytest.mark.skipif(not ESBUILD.exists(), reason="needs esbuild: `npm ci --prefix widgets`")
+def test_the_bundle_is_up_to_date(tmp_path):
+    """`npm run build` in widgets/ would change nothing, so users need no Node."""
+    run_in_widgets("npm", "run", "--silent", "bundle", "--", f"--outdir={tmp_path}")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["dashboard.css", "dashboard.js"]
+    assert [path.name for path in tmp_path.iterdir() if path.read_text() != widget_text(path.name)] == []
 
 
 @pytest.mark.parametrize("kind", ["js", "css"])
-def test_one_text_has_all_files(kind):
-    """The module and the style sheet for anywidget contain each file once, and no import of another one."""
+def test_the_bundle_is_one_file_that_loads_nothing(kind):
+    """The module and the style sheet have no import, and no address of a server."""
     text = widget_text(f"dashboard.{kind}")
-    for path in (WIDGETS / "src").glob(f"*.{kind}"):
-        last = next(line for line in reversed(path.read_text().splitlines()) if line.strip("};)"))
-        assert path.stem == "dashboard" or text.count(re.sub(r"^export ", "", last)) >= 1, path.name
-    assert re.findall(r"^(?:import|@import|export (?!default)).*", text, re.MULTILINE) == []
+    assert re.findall(r"\bimport\b|\bfetch\(|url\(|https?://(?!www\.w3\.org/)", text) == []
+
+
+def test_the_bundle_is_small():
+    """At most 60 kB, compressed as a web server would."""
+    assert sum(len(gzip.compress(widget_text(f"dashboard.{kind}").encode())) for kind in ("js", "css")) <= 60_000
 
 
 def test_the_widget_knows_failures_by_existing_kinds():

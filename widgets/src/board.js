@@ -5,6 +5,7 @@
 /** @import { Timers } from "./timers.js" */
 import { element, highlight, setAttribute, setText } from "./dom.js";
 import { number } from "./format.js";
+import { HostFilter } from "./host_filter.js";
 import { HostRow } from "./host_row.js";
 import { KeyedList } from "./keyed_list.js";
 import { SlotDetail } from "./slot_detail.js";
@@ -29,7 +30,8 @@ export class Board {
     /** @type {KeyedList<number, null>} */
     this.counts = new KeyedList(this.legend, (state) => this.makeCount(state));
     this.table = this.makeTable();
-    this.node = element("div", { class: "nbe-board" }, this.table);
+    this.filter = new HostFilter(() => this.redraw());
+    this.node = element("div", { class: "nbe-board" }, this.filter.node, this.table);
     const detailId = `${id}detail`;
     this.detail = new SlotDetail({ send, timers, openLog, close: () => this.closeDetail(), detailId });
     const rowOwner = {
@@ -94,7 +96,7 @@ export class Board {
       states.map((slotState) => [slotState, counts[slotState]]),
       null,
     );
-    this.hosts.draw(hosts, context);
+    this.hosts.draw(this.filter.apply(hosts, now), context);
     if (!this.isFirst && context.changes.length <= MAX_HIGHLIGHTS) context.changes.forEach(highlight);
     this.isFirst = false;
     if (this.openChip && !this.openChip.node.isConnected) this.closeDetail();

@@ -88,7 +88,6 @@ export interface ClusterView {
   total: number | null;
   steps_per_second: number | null;
   report: Record<string, number | string>;
-  curves: Record<string, (number | string)[]>;
   failed_at: number | null;
   copies: Copies | null;
   hosts: Record<string, Host>;
@@ -111,7 +110,6 @@ export interface KeyFrame {
   total: number | null;
   steps_per_second: number | null;
   report: Record<string, number | string>;
-  curves: Record<string, (number | string)[]>;
   failed_at: number | null;
   copies: Copies | null;
   hosts: Record<string, Host>;
@@ -206,6 +204,13 @@ export interface LogsQuery extends Query {
   worker?: string | null;
 }
 
+/** The reports that this view lacks, which has `count` rows of `version`. */
+export interface ReportsQuery extends Query {
+  ask: "reports";
+  version?: string;
+  count?: number;
+}
+
 /** Where each rank is now. */
 export interface StacksQuery extends Query {
   ask: "stacks";
@@ -253,6 +258,18 @@ export interface LogsAnswer {
   writers: Writer[];
 }
 
+/**
+ * Rows of the history from place `start` on. Each is step, time, generation, size of the world, and the values of `names`.
+ *
+ * A short row lacks the last names. If `version` is not the view's, all rows are new.
+ */
+export interface ReportsAnswer {
+  version: string;
+  start: number;
+  names: string[];
+  rows: ((number | null)[])[];
+}
+
 /** `silent`: workers that have not answered. */
 export interface StacksAnswer {
   stacks: StackGroup[];
@@ -270,6 +287,7 @@ export interface Answers {
   frame: Empty;
   history: HistoryAnswer;
   logs: LogsAnswer;
+  reports: ReportsAnswer;
   stacks: StacksAnswer;
   trace: TraceAnswer;
 }
@@ -281,6 +299,6 @@ export interface Refusal {
 
 export type AnyRequest = AddHost | RemoveHost | RestartWorker | Scale | PauseJob | ResumeJob | StopJob | StopCluster;
 
-export type AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | StacksQuery | TraceQuery;
+export type AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | ReportsQuery | StacksQuery | TraceQuery;
 
-export type AnyAnswer = Empty | HistoryAnswer | LogsAnswer | StacksAnswer | TraceAnswer | Refusal;
+export type AnyAnswer = Empty | HistoryAnswer | LogsAnswer | ReportsAnswer | StacksAnswer | TraceAnswer | Refusal;

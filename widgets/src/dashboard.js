@@ -1,6 +1,6 @@
 /**
  * The dashboard, an anywidget in plain DOM. It shows the state that the kernel sends, and sends the user's requests back; all
- * decisions are the driver's. nbelastic/notebook/widget_files.py joins these modules into one text, without a build tool.
+ * decisions are the driver's. `npm run build` bundles these modules into nbelastic/notebook/static/dashboard.js.
  */
 /** @import { Model } from "./connection.js" */
 import { View } from "./view.js";

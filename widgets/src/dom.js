@@ -93,6 +93,13 @@ export function confirmedButton(timers, text, question, act, classes = "", label
   return node;
 }
 
+/** Have the browser save a text as a file. @param {Timers} timers */
+export function saveFile(/** @type {string} */ name, /** @type {string} */ text, /** @type {string} */ type, timers) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: url, download: name }).click();
+  timers.later(() => URL.revokeObjectURL(url), 10_000);
+}
+
 /** Highlight a node for a moment. The style sheet animates it, unless the reader prefers reduced motion. */
 export function highlight(/** @type {Element} */ node) {
   node.classList.add("nbe-highlight");

@@ -45,6 +45,13 @@ export function milliseconds(/** @type {number} */ ms) {
 /** `14:05:31`, in the reader's time zone; `seconds` since 1970. */
 export const timeOfDay = (/** @type {number} */ seconds) => new Date(seconds * 1000).toTimeString().slice(0, 8);
 
+/** `2026-11-26 14:05:31`, in the reader's time zone; `seconds` since 1970. */
+export function dateAndTime(/** @type {number} */ seconds) {
+  const date = new Date(seconds * 1000);
+  const parts = [date.getFullYear(), date.getMonth() + 1, date.getDate()].map((n) => String(n).padStart(2, "0"));
+  return `${parts.join("-")} ${timeOfDay(seconds)}`;
+}
+
 /** Sorted numbers with neighbours joined: `0–3, 6`. */
 export function ranges(/** @type {number[]} */ numbers) {
   const sorted = [...new Set(numbers)].sort((a, b) => a - b);

@@ -1,6 +1,6 @@
 /**
  * @template T, C
- * @typedef {{node: Element, draw(item: T, context: C): void}} Part
+ * @typedef {{node: Element, draw(item: T, context: C): void, close?(): void}} Part
  */
 
 /**
@@ -36,6 +36,7 @@ export class KeyedList {
       if (wanted.has(key)) continue;
       // Keep the focus inside the view if the part that has it is removed.
       if (part.node.contains(document.activeElement)) this.parent.closest("section")?.focus({ preventScroll: true });
+      part.close?.();
       part.node.remove();
       this.parts.delete(key);
     }

@@ -53,7 +53,8 @@ export class Overview {
     setText(this.phase, idle ? "ready" : state.phase);
     setAttribute(this.phase, "data-tone", idle ? "good" : tone(state.phase));
     setText(this.reason, state.reason);
-    setText(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
+    const since = state.phase === "finished" ? "" : sinceFailure(state.failed_at, now);
+    setText(this.since, [state.name, since].filter(Boolean).join(" · "));
     this.figures.draw(this.items(state, training, ready, now), null);
     this.drawProgress(state.step, training ? state.total : null);
     if (this.before) {
@@ -92,10 +93,7 @@ export class Overview {
       items.push(["Steps per second", { value: number(state.steps_per_second) }]);
     if (timeLeft(state)) items.push(["Time left", { value: timeLeft(state) }]);
     if (training && state.copies) items.push(...copyFigures(state.copies, now));
-    for (const name of new Set([...Object.keys(state.report), ...Object.keys(state.curves)])) {
-      const points = state.curves[name];
-      items.push([name, { value: number(state.report[name] ?? points?.[points.length - 1] ?? ""), points }]);
-    }
+    for (const [name, value] of Object.entries(state.report)) items.push([name, { value: number(value) }]);
     return items;
   }
 }

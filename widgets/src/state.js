@@ -30,7 +30,6 @@ const EMPTY = {
   total: null,
   steps_per_second: null,
   report: {},
-  curves: {},
   failed_at: null,
   copies: null,
   hosts: {},

@@ -1,7 +1,7 @@
 /** The panel *Timeline*: the chart of the world's size and the list of events. */
 /** @import { Connection } from "./connection.js" */
 /** @import { Event as ClusterEvent, KeyFrame } from "./contract.js" */
-import { button, element, highlight, setAttribute, setDisabled, setText } from "./dom.js";
+import { button, element, highlight, saveFile, setAttribute, setDisabled, setText } from "./dom.js";
 import { EventItem } from "./event_item.js";
 import { categories, firstAfterGap, withoutRepeats } from "./events.js";
 import { KeyedList } from "./keyed_list.js";
@@ -128,9 +128,8 @@ export class Timeline {
       (answer) => {
         setText(this.note, answer.error ?? "");
         if (answer.error !== undefined) return;
-        const url = URL.createObjectURL(new Blob([JSON.stringify(answer.trace)], { type: "application/json" }));
-        element("a", { href: url, download: "nbelastic-trace.json" }).click();
-        this.connection.timers.later(() => URL.revokeObjectURL(url), 10_000);
+        const text = JSON.stringify(answer.trace);
+        saveFile("nbelastic-trace.json", text, "application/json", this.connection.timers);
       },
       TRACE_TIMEOUT,
     );

@@ -2,6 +2,7 @@
 /** @import { Model } from "./connection.js" */
 /** @import { KeyFrame } from "./contract.js" */
 import { Board } from "./board.js";
+import { Charts } from "./charts.js";
 import { Connection } from "./connection.js";
 import { Controls } from "./controls.js";
 import { element, setAttribute, setText } from "./dom.js";
@@ -30,12 +31,15 @@ export class View {
     this.requests = new RequestList(this.connection, this.timers);
     this.inSight = true;
     this.frame = 0;
+    /** @type {Set<string>} the parts that could not be drawn */
+    this.failed = new Set();
     this.pressedAt = -Infinity; // when a mouse button was pressed that is still held
     this.clockOffset = Infinity; // seconds by which this clock is ahead of the kernel's
     this.lastMessageAt = Date.now();
     this.askedAt = 0; // when the unanswered question was sent whether the kernel answers; 0: there is none
     this.keyFrameMissingSince = 0; // since when the change has no key frame; 0: it has one
     this.overview = new Overview();
+    this.charts = new Charts(this.connection);
     this.board = this.makeBoard();
     this.controls = new Controls(this.requests, this.timers);
     this.timeline = new Timeline(this.connection);
@@ -49,7 +53,9 @@ export class View {
     this.problem = element("span", { role: "alert" }); // screen readers speak each change of its text
     this.age = element("span");
     this.warning = element("p", { class: "nbe-warning", hidden: "" }, this.problem, " ", this.age);
-    const parts = [this.overview, this.board, this.controls, this.requests, this.tabs].map((part) => part.node);
+    const parts = [this.overview, this.charts, this.board, this.controls, this.requests, this.tabs].map(
+      (part) => part.node,
+    );
     const attributes = { class: "nbe", "aria-label": "Elastic cluster", tabindex: "-1" };
     this.root = element("section", attributes, this.warning, ...parts);
     parent.append(this.root);
@@ -127,6 +133,7 @@ export class View {
 
   close() {
     this.stopListening?.();
+    this.charts.close();
     this.connection.close();
     this.timers.close();
     cancelAnimationFrame(this.frame);
@@ -163,15 +170,30 @@ export class View {
     if (!state.phase) return;
     if (this.clockOffset === Infinity) this.clockOffset = Date.now() / 1000 - state.time;
     const now = Date.now() / 1000 - this.clockOffset;
-    const counts = this.board.count(state, now);
+    /** @type {Record<string, number>} */
+    let counts = {};
+    this.drawPart("board", () => {
+      counts = this.board.count(state, now);
+    });
     const closed = this.connection.isClosed;
     setAttribute(this.root, "data-phase", state.phase);
-    this.overview.draw(state, counts, now);
-    this.board.draw(state, counts, now, closed);
-    this.controls.draw(state, closed);
-    this.requests.draw(state.orders);
-    this.timeline.draw(state, now, closed);
-    this.stacks.draw(closed);
+    this.drawPart("overview", () => this.overview.draw(state, counts, now));
+    this.drawPart("charts", () => this.charts.draw(state, closed));
+    this.drawPart("board", () => this.board.draw(state, counts, now, closed));
+    this.drawPart("controls", () => this.controls.draw(state, closed));
+    this.drawPart("requests", () => this.requests.draw(state.orders));
+    this.drawPart("timeline", () => this.timeline.draw(state, now, closed));
+    this.drawPart("stacks", () => this.stacks.draw(closed));
+  }
+
+  /** Draw one part. If it fails, the other parts go on; the browser's console has the first error of each part. */
+  drawPart(/** @type {string} */ name, /** @type {() => void} */ draw) {
+    try {
+      draw();
+    } catch (error) {
+      if (!this.failed.has(name)) console.error(`nbelastic: the ${name} cannot be drawn`, error);
+      this.failed.add(name);
+    }
   }
 
   /** Once per second: draw the times that count down, and check that the kernel still answers. */

@@ -1,8 +1,7 @@
-// Numbers, times, names and curves. Drawing is tested in a browser.
+// Numbers, times and names. Drawing is tested in a browser.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { sparkline } from "../src/figure.js";
 import {
   duration,
   megabytes,
@@ -61,11 +60,4 @@ test("consecutive ranks are joined; a worker without a rank is named by its id",
     ]),
     "ranks 0–2, b/0#2",
   );
-});
-
-test("a curve is drawn from low to high, with gaps where a value is not a number", () => {
-  assert.equal(sparkline([1, 3, 2], 100, 20), "M0 20L50 0L100 10");
-  assert.equal(sparkline([1, NaN, 2, 3], 99, 20), "M0 20M66 10L99 0");
-  assert.equal(sparkline([5, 5], 10, 20), "M0 10L10 10");
-  assert.equal(sparkline([5]), "");
 });

@@ -1,0 +1,131 @@
+"""The charts of what rank 0 reported."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from fake_view import button
+from playwright.sync_api import expect
+from view_samples import ANSWERS, NOW, reports, state
+
+pytestmark = pytest.mark.browser
+
+
+def chart(view, name):
+    return view.page.get_by_role("img", name=name)
+
+
+def open_view(view, clock, answer, **more):
+    view.open(
+        state(step=400, report={"loss": 0.29, "accuracy": 0.8, "lr": 0.01}, **more), {**ANSWERS, "reports": answer}
+    )
+    clock.run_for(100)
+    return view
+
+
+def painted(view):
+    """The number of pixels that the first chart has drawn in the colour of a change of the world for the worse."""
+    script = """canvas => {
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      let count = 0;
+      for (let i = 0; i < data.length; i += 4) if (data[i] > 150 && data[i + 1] < 90 && data[i + 3] > 200) count += 1;
+      return count;
+    }"""
+    return view.page.locator("canvas").first.evaluate(script)
+
+
+def test_each_reported_value_has_a_chart(view, clock):
+    """With its range in words, and marks where the world changed. Three are shown at first; speed is one of them."""
+    open_view(view, clock, reports())
+    for name in ("loss from 2.52 to 0.288", "accuracy from", "steps per second from 1.43 to 1.43"):
+        expect(chart(view, name)).to_be_visible()
+    expect(view.root).to_contain_text("3 changes of the world")
+    assert painted(view) > 8
+    expect(view.page.locator(".nbe-chartbox")).to_have_count(3)
+    button(view, "Show all 5").click()
+    expect(chart(view, "lr from 0.1 to 0.01")).to_be_visible()
+
+
+def test_without_reports_there_are_no_charts(view, clock):
+    """A job that reports nothing has no empty box."""
+    open_view(view, clock, ANSWERS["reports"])
+    expect(view.page.locator(".nbe-charts")).to_be_hidden()
+
+
+def test_a_view_asks_only_for_new_rows(view, clock):
+    """While the job makes steps, once a second at most; it adds the new rows to those that it has."""
+    open_view(view, clock, reports())
+    view.page.evaluate(
+        "answer => { model.answers.reports = answer }",
+        {**reports(404), "start": 400, "rows": reports(404)["rows"][400:]},
+    )
+    for step in range(401, 405):
+        view.patch(step=step)
+        clock.run_for(250)
+    clock.run_for(1000)
+    asked = view.sent("ask")
+    counts = [query["count"] for query in asked if query["ask"] == "reports"]
+    assert counts[:2] == [0, 400]
+    assert set(counts[2:]) <= {404}
+    assert len(counts) <= 4
+    expect(chart(view, re.compile("^loss from 2.52 to .*, step 1 to step 404"))).to_be_visible()
+    clock.run_for(5000)
+    assert len([query for query in view.sent("ask") if query["ask"] == "reports"]) == len(counts)
+
+
+def test_the_newest_report_is_shown_before_its_row(view, clock):
+    """In a long job, a row stands for many reports and comes only every few seconds."""
+    open_view(view, clock, reports())
+    view.patch(step=450, report={"loss": 0.125})
+    clock.run_for(1500)
+    expect(chart(view, "loss from 2.52 to 0.125, step 1 to step 450")).to_be_visible()
+
+
+def test_a_chart_can_be_read_zoomed_and_logarithmic(view, clock):
+    """The pointer reads all charts at one step; a drag zooms all; each has its own logarithmic scale."""
+    open_view(view, clock, reports())
+    box = view.page.locator(".u-over").first.bounding_box()
+    view.page.mouse.move(box["x"] + box["width"] * 149 / 399, box["y"] + 40)
+    clock.run_for(100)
+    note = view.page.locator(".nbe-charts .nbe-note")
+    expect(note).to_contain_text(re.compile(r"step 1(49|50|51) · world of 3, was 4"))
+    step = int(note.text_content().split()[1])
+    values = view.page.locator(".nbe-charthead b").all_text_contents()
+    assert [float(value) for value in values[:2]] == [float(f"{v:.3g}") for v in reports()["rows"][step - 1][4:6]]
+    expect(button(view, "Reset zoom")).to_be_hidden()
+    view.page.mouse.down()
+    view.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 40)
+    view.page.mouse.up()
+    clock.run_for(100)
+    expect(button(view, "Reset zoom")).to_be_visible()
+    button(view, "Logarithmic scale of loss").click()
+    expect(button(view, "Logarithmic scale of loss")).to_have_attribute("aria-pressed", "true")
+    button(view, "Reset zoom").click()
+    expect(button(view, "Reset zoom")).to_be_hidden()
+    view.page.get_by_label("Horizontal axis").select_option("time")
+    expect(chart(view, "loss from 2.52 to 0.288, 20")).to_be_visible()
+
+
+def test_the_reports_can_be_saved(view, clock):
+    """As a table for spreadsheets, named after the job."""
+    open_view(view, clock, reports(2))
+    with view.page.expect_download() as download:
+        button(view, "Save CSV").click()
+    assert download.value.suggested_filename == "job-1.csv"
+    text = download.value.path().read_text()
+    assert text.splitlines()[0] == "step,time,generation,size,loss,accuracy,lr,a-report-with-a-rather-long-name"
+    assert len(text.splitlines()) == 3
+
+
+def test_another_job_begins_with_empty_charts(view, clock):
+    """Its reports have another version, and replace those of the job before."""
+    open_view(view, clock, reports())
+    view.page.evaluate(
+        "answer => { model.answers.reports = answer }",
+        {**reports(40, version="v2"), "names": ["reward", "b", "c", "d"]},
+    )
+    view.patch(job="job-2", step=40, report={"reward": 1.0}, time=NOW + 9)
+    clock.run_for(2500)
+    expect(chart(view, "reward from")).to_be_visible()
+    expect(chart(view, "loss from")).to_have_count(0)
