@@ -1,7 +1,7 @@
 """A whole cluster in virtual time: the real core and the real commands to messages, agents and workers; faults and users.
 
-It checks the core's invariants after each decision, at each commit that none is made twice or lost, and at the end that a
-world trains. It leaves out the link's repeats (`transport.delivery`), torch, and a driver that is replaced.
+It checks the core's invariants after each decision. No commit may be made twice or lost, and at the end a world must train.
+It leaves out the link's repeats (`transport.delivery`), torch, and a driver that is replaced.
 """
 
 from __future__ import annotations
