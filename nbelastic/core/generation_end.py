@@ -33,12 +33,22 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     cluster = replace(cluster, resets=resets, suspects=frozenset())
     if limit is not None and resets > limit:
         return jobs.end(cluster, "failed", f"{resets} resets exceed reset_limit={limit}; the last: {why}", now, out)
+    cluster = adopt_entered(cluster)
     some_left = cluster.stage is Stage.LEAVING and cluster.next_formation is None  # and into no other generation
     survivors = cluster.awaiting if some_left else cluster.member_set
     out.append(cmd.Record("world-broken", why, generation=cluster.generation))
     cluster = jobs.abort_generation(cluster, why, out)
     cluster = replace(cluster, stage=Stage.GATHERING, awaiting=survivors, acknowledged_commits=(), broken_at=now)
     return leave_halt(cluster)
+
+
+def adopt_entered(cluster: ClusterState) -> ClusterState:
+    """Newcomers that are in the next generation already hold the training state: as members they leave it, and report theirs."""
+    entered = cluster.entered_next & cluster.newcomers
+    if not entered:
+        return cluster
+    cluster = with_members(without(cluster, entered, "newcomers"), (*cluster.members, *sorted(entered)))
+    return replace(cluster, awaiting=cluster.awaiting | entered)
 
 
 def ask_for_commits(cluster: ClusterState, out: Commands) -> ClusterState:
@@ -62,6 +72,7 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
     """Drop the prepared generation. Members that already leave for it go on leaving, and form another world."""
     prepared, stage = cluster.next_formation, cluster.stage
     if prepared is not None:
+        cluster = adopt_entered(cluster)
         workers = tuple(w for w in prepared.members if w in cluster.workers and w not in cluster.stopped)
         if workers:
             out.append(cmd.DropWorld(prepared.generation, workers))

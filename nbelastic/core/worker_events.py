@@ -126,6 +126,7 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
         if cluster.stage is not Stage.LEAVING:
             return cluster
         if isinstance(event, ev.WorkerFormed):
+            cluster = with_worker(cluster, replace(cluster.workers[w], has_state=True))
             return replace(cluster, entered_next=cluster.entered_next | {w})
         return _defer(cluster, event) if isinstance(event, ev.WorkerSucceeded) else cluster
     if not cluster.active or event.generation != cluster.generation or w not in cluster.member_set:

@@ -44,6 +44,8 @@ class Channel:
         self._network.clock.after(self._network.rng.uniform(0.0, LONGEST_PAUSE), self._deliver_all)
 
     def _deliver_all(self) -> None:
+        if self.path in self._network.cut:  # there is another cut by now
+            self._network.held[self.path].append(self)
         while self._is_open and self._waiting and self.path not in self._network.cut:
             call, arguments = self._waiting.popleft()
             call(*arguments)
