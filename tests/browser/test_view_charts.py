@@ -70,8 +70,10 @@ def test_a_view_asks_only_for_new_rows(view, clock):
     assert set(counts[2:]) <= {404}
     assert len(counts) <= 4
     expect(chart(view, re.compile("^loss from 2.52 to .*, step 1 to step 404"))).to_be_visible()
+    clock.run_for(2000)  # an answer to the last step but one may have come only now
+    asked = len(view.sent("ask"))
     clock.run_for(5000)
-    assert len([query for query in view.sent("ask") if query["ask"] == "reports"]) == len(counts)
+    assert len(view.sent("ask")) == asked
 
 
 def test_the_newest_report_is_shown_before_its_row(view, clock):
