@@ -68,12 +68,7 @@ class Agent:
 
     def _fork(self, w: WorkerId) -> None:
         up, down = Channel(self.world.network, self.host, DRIVER), Channel(self.world.network, DRIVER, self.host)
-        worker = Worker(
-            self.world,
-            w,
-            lambda message: up.send(self.world.from_worker, w, message),
-            lambda code: self.kill(w, code),
-        )
+        worker = Worker(self.world, w, lambda message: up.send(self.world.from_worker, w, message))
         self.workers[w], self._channels[w] = worker, (up, down)
         self._carry_out(self.protocol.forked(w, 1000))
         self.world.clock.after(self.world.rng.uniform(*BOOT), worker.start)

@@ -48,11 +48,11 @@ Main = Generator[tuple[Any, ...], Any, Any]  # yields ("receive", seconds), ("sl
 
 
 class Worker:
-    """`send(message)` sends to the driver. `end(code)` ends the process."""
+    """`send(message)` sends to the driver."""
 
-    def __init__(self, world: World, w: WorkerId, send: Callable[[Any], None], end: Callable[[int], None]) -> None:
+    def __init__(self, world: World, w: WorkerId, send: Callable[[Any], None]) -> None:
         self.id, self._world, self._clock, self._rng = w, world, world.clock, world.rng
-        self._send, self._end = send, end
+        self._send = send
         self.protocol = protocol.Protocol(w, LEASE)
         self._inbox: deque[Any] = deque()
         self._attention = False
@@ -264,7 +264,7 @@ class Worker:
 
     def _join(self, formation: Formation) -> Main:
         machine = self.protocol
-        prepared = self._prepared.pop(formation.generation, None)
+        self._prepared.pop(formation.generation, None)
         self._group, self._group_rank = (
             self._world.groups.of(formation.generation, formation.world_size),
             formation.rank,
@@ -274,7 +274,6 @@ class Worker:
         if machine.is_over(formation.generation):
             raise WorldAbortedError
         yield ("group", self._group.connect, self, formation.rank)
-        del prepared
         if machine.is_over(formation.generation):
             raise WorldAbortedError
         machine.joined(formation)
@@ -342,5 +341,5 @@ class Worker:
             self._send(raised)
             news = yield from self._next(REPEAT)
             if isinstance(news, worker_messages.Abort | worker_messages.DropGroup) and machine.is_over(generation):
-                news = yield from self._next(STOP_TIMEOUT)
+                yield from self._next(STOP_TIMEOUT)
                 return

@@ -67,7 +67,7 @@ class World:
         self._stalls = StallDetector()
         self._cut_off_at: float | None = None
         self.trained: dict[tuple[str, int], int] = {}  # by job and commit: in which generation it was made last
-        self.decisions, self.jobs = 0, 1
+        self.jobs = 1
         self._executor = CommandExecutor(
             cluster=lambda: self.cluster,
             agents=self,  # type: ignore[arg-type]
@@ -89,7 +89,6 @@ class World:
     def post(self, event: ev.Event) -> None:
         """The driver decides on an event."""
         before, now = self.cluster, self.clock.now
-        self.decisions += 1
         self.events.append((now, event))
         self.cluster, commands = step(before, event, now)
         check(before, self.cluster, commands, now)

@@ -17,7 +17,7 @@ from nbelastic.system.process_identity import pid_of
 from tests.support.driver_lease import until_the_end
 from tests.support.processes import alive
 from tests.support.waiting import until
-from tests.tunnel.test_tcp_proxy import echo_server
+from tests.tunnel.echo_server import echo_server
 
 ROOT = Path(__file__).parents[2]
 HOST = """

@@ -21,34 +21,13 @@ from nbelastic.tunnel.tcp_proxy_process import MOST_CHANNELS_PER_PEER, MOST_PER_
 from tests.support.driver_lease import until_the_end
 from tests.support.processes import alive
 from tests.support.waiting import until
+from tests.tunnel.echo_server import echo_server
 
 
 @pytest.fixture
 def driver_lease(tmp_path):
     """The proxies end with this process."""
     return until_the_end(tmp_path)
-
-
-@contextlib.contextmanager
-def echo_server():
-    """A loopback port that sends back all that it receives."""
-
-    def answer(connection):
-        with connection, contextlib.suppress(OSError):
-            while data := connection.recv(1 << 16):
-                connection.sendall(data)
-
-    def listen():
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as server:
-        thread = threading.Thread(target=listen, daemon=True)
-        thread.start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
 
 
 @contextlib.contextmanager
