@@ -43,13 +43,14 @@ from nbelastic.protocol import agent_messages, code_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import Gpu, WorkerId
+from nbelastic.protocol.local_clusters import remove_without_driver
 from nbelastic.system import running_agents, versions
 from nbelastic.system.addresses import address_of, is_loopback
 from nbelastic.system.folder_paths import code_folder, kept_state_folder, process_folder, user_folder
 from nbelastic.system.ports import reserved_port
 from nbelastic.system.processes import kill_group, state_of
 from nbelastic.system.running_agents import Notice
-from nbelastic.system.tunnel_folder import driver_endpoint, open_tunnel
+from nbelastic.system.tunnel_folder import driver_endpoint
 from nbelastic.transport.client import Client
 
 LIMIT_SPARE = 15.0  # seconds between the end that the agent announces and its job's time limit
@@ -118,9 +119,11 @@ class Agent:
             self._link.send(self._introduction())
             cloud_notices.start(self._on_notice)
             try:
-                self._serve()
+                is_abandoned = self._serve()
             finally:
                 self._turn_by = math.inf  # the steps at the end have their own deadlines
+        if is_abandoned and self._config.driver_lease is not None:
+            remove_without_driver(self._config.driver_lease)  # nothing else may be there to do that
 
     def _set_up(self, at_end: contextlib.ExitStack) -> None:
         """Find this host's addresses, start the prober if hosts of other machines need it, and make the folders."""
@@ -191,7 +194,8 @@ class Agent:
         endpoints = [endpoint(address, order.port) for address in order.addresses]
         self._running_prober().probe(order.target, endpoints, PROBE_TIMEOUT, done)
 
-    def _serve(self) -> None:
+    def _serve(self) -> bool:
+        """Returns whether it has ended because no driver has sent anything."""
         pipe = [self._parent_pipe] if self._parent_pipe >= 0 else []
         check_at = sample_at = 0.0
         last = time.monotonic()
@@ -206,10 +210,10 @@ class Agent:
                 self._continued_at = now
             last = now
             if not self._done and any(fd in ready for fd in pipe):
-                return
+                return False
             if self._protocol.must_end(max(self._link.heard_at, self._continued_at), now):
                 print(f"the driver at {self._config.driver} sends nothing any more", file=sys.stderr)
-                return
+                return True
             self._check_end(now)
             for sentinel in ready:
                 if sentinel in sentinels:
@@ -229,6 +233,7 @@ class Agent:
                 sample_at = now + SAMPLE
                 self._sample(now)
                 self._check_cluster(now)
+        return False
 
     def _check_end(self, now: float) -> None:
         while self._notices:
@@ -329,8 +334,6 @@ class Agent:
 
     def _spawn(self, order: agent_messages.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
-        if self._config.tunnel:
-            open_tunnel(self._config.tunnel, order.engine)
         address, interface = self._home
         settings: dict[str, Any] = {
             "relay": str(self._folder),
@@ -340,7 +343,6 @@ class Agent:
             "outward": next((i.name for i in self._addresses if not is_loopback(i.address)), ""),
             "log_dir": str(self._log_dir(order.log_dir)),
             "heartbeat": self._config.heartbeat,
-            "engine": order.engine,
             "tunnel": self._config.tunnel,
             "gpu": order.gpu,
             "profile": str(self._profile),

@@ -7,7 +7,7 @@ from typing import Any
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.protocol import requests
 
-CONTROLLER_TIMEOUT = 10.0  # seconds in which ipyparallel's controller has to start, and to meet the engines
+CONTROLLER_TIMEOUT = 30.0  # seconds in which ipyparallel's controller has to start, and to meet the engines
 
 
 class EngineClient:
@@ -18,7 +18,10 @@ class EngineClient:
         self._client: Any = None
 
     def connected(self) -> Any:
-        """Return the client when it knows the ready workers. ClusterStoppedError if the cluster does not run."""
+        """Return the client when it knows the ready workers, which become engines when a client first asks for them.
+
+        ClusterStoppedError if the cluster does not run; UsageError during a job, if the workers are no engines yet.
+        """
         found: requests.ControllerFound
         found = self._link.ask(requests.FindController(), CONTROLLER_TIMEOUT, "ipyparallel's controller", cancel=True)
         if self._client is None:

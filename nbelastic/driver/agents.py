@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from nbelastic.driver.dependencies import Dependencies, MessageServer
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
 from nbelastic.driver.pod_hosts import announced_ends, returns
 from nbelastic.driver.telemetry import Telemetry
-from nbelastic.driver.worker_spawner import WorkerSpawner
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected
@@ -36,8 +35,6 @@ from nbelastic.provision.process_agent import AdoptedAgent
 from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.system.addresses import bracketed
-from nbelastic.system.engine_ports import engine_ports
-from nbelastic.system.fault_handling import Report
 from nbelastic.system.folder_paths import batch_folder
 from nbelastic.transport.keys import Keys
 
@@ -50,8 +47,7 @@ KILL_TIMEOUT = 1.0  # seconds in which a killed process ends
 class Agents:
     """Lives in the driver's thread.
 
-    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, `report` takes unexpected errors, and
-    `save` saves the driver snapshot.
+    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, and `save` saves the driver snapshot.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class Agents:
         dependencies: Dependencies,
         post: Callable[[ev.Event], None],
         record: Callable[[cmd.Record], None],
-        report: Report,
         save: Callable[[], None],
     ) -> None:
         self._settings, self._server, self._keys, self._clock = settings, server, keys, clock
@@ -76,25 +71,14 @@ class Agents:
         self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
         self._none_runs = asyncio.Event()
         self.started_count = 0
-        self.tcp_proxies = ProxySet(ports_file(settings.run_folder), settings.driver_lease, self._expected_workers)
+        self.tcp_proxies = ProxySet(ports_file(settings.run_folder), settings.driver_lease, self.expected_workers)
         self._tunnel_ports = TunnelPorts(settings.run_folder)
-        self.spawner = WorkerSpawner(
-            settings,
-            dependencies.controller,
-            self._spawn,
-            self._expected_workers,
-            post=post,
-            record=record,
-            report=report,
-            save=save,
-        )
 
     async def stop(self) -> None:
         """End every agent and the TCP proxies. Wait until the processes have ended: a child would be a zombie."""
         tasks = [handle.launch for handle in self._handles.values() if handle.launch is not None]
         for handle in self._handles.values():
             handle.kill()
-        tasks += self.spawner.cancel_start()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._running:
             with contextlib.suppress(TimeoutError):
@@ -103,8 +87,8 @@ class Agents:
         await close_pods()
         shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
 
-    async def adopt(self, saved: DriverSnapshot) -> None:
-        """Take over the agents and the controller of the previous driver. Events report those that have ended."""
+    def adopt(self, saved: DriverSnapshot) -> None:
+        """Take over the agents of the previous driver. Events report those that have ended."""
         self.started_count = saved.agents_started
         self.tcp_proxies.adopt(saved.proxies)
         for host, old in saved.agents.items():
@@ -123,8 +107,6 @@ class Agents:
                 handle.agent = AdoptedAgent(old.process, on_stop)
                 handle.agent.start({})
                 self._watch_end(handle, old.process)
-        if saved.agents:
-            await self.spawner.start(attach=bool(saved.controller))
 
     def _adopt_tunnelled(self, saved: DriverSnapshot, handle: AgentHandle, process: str) -> Agent:
         """Take over an agent behind a tunnel, which may have ended meanwhile."""
@@ -190,7 +172,7 @@ class Agents:
             case cmd.CancelEnd(host=host):
                 self.send(host, agent_messages.CancelEnd())
             case cmd.StartWorker():
-                self.spawner.spawn(command, log_dir)
+                self.send(command.worker.host, agent_messages.Spawn(command.worker, str(log_dir), command.gpu))
             case cmd.StopWorker(worker=w, kill=kill):
                 self.send(w.host, agent_messages.StopWorker(w, kill))
 
@@ -207,6 +189,11 @@ class Agents:
     def driver_address_for(self, host: str) -> str:
         """The driver's address as the host reaches it; empty if the host is the same machine."""
         return self._handles[host].driver_address if host in self._handles else ""
+
+    def open_ports(self, host: str, ports: Iterable[int]) -> None:
+        """Let this host connect to these loopback ports of the driver's machine, if it is another machine."""
+        if self.driver_address_for(host):
+            self._tunnel_ports.open(ports)
 
     def has_local_agent(self, host: str) -> bool:
         """Whether the host has an agent and is this machine."""
@@ -275,7 +262,6 @@ class Agents:
         handle.agent, handle.launch = agent, None
         self._watch_end(handle, agent.process)
         self._save()  # the agent's process outlives this driver
-        self.spawner.start_in_background()  # after the agent: its template takes longer than the controller
 
     def _config(self, spec: HostSpec, local: str, handle: AgentHandle) -> dict[str, Any]:
         settings = self._settings
@@ -305,17 +291,9 @@ class Agents:
             "settings": {"slots": str(spec.slots), "backend": settings.limits.backend},
         }
 
-    def _expected_workers(self) -> int:
+    def expected_workers(self) -> int:
         """How many workers may run: as many as there are slots, or the limit if that is lower."""
         return int(min(self._settings.limits.wanted, sum(handle.slots for handle in self._handles.values())))
-
-    def _spawn(self, command: cmd.StartWorker, log_dir: Path, connection: str) -> None:
-        """Have a host's agent start a worker. `connection`: of ipyparallel's controller."""
-        handle = self._handles.get(command.worker.host)
-        if handle is not None:
-            if handle.driver_address:
-                self._tunnel_ports.open(engine_ports(connection))
-            self._server.send(handle.peer, agent_messages.Spawn(command.worker, str(log_dir), connection, command.gpu))
 
     def _stop(self, host: str) -> None:
         handle = self._handles.get(host)

@@ -17,6 +17,8 @@ from nbelastic.driver.command_executor import CommandExecutor
 from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.dependencies import Dependencies, MessageServer
 from nbelastic.driver.discoveries import Discoveries
+from nbelastic.driver.driver_snapshot import DriverSnapshot
+from nbelastic.driver.engines import Engines
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.jobs import Jobs
@@ -82,6 +84,7 @@ class Components:
             settings=shared.settings,
             agents=self.agents,
             workers=self.workers,
+            engines=self.engines,
             cells=self.cells,
             code_versions=self.code_versions,
             jobs=self.jobs,
@@ -107,10 +110,19 @@ class Components:
             dependencies=shared.dependencies,
             post=shared.post,
             record=shared.record,
-            report=shared.internal_errors.report,
             save=shared.save,
         )
         self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
+        self.engines = Engines(
+            shared.settings,
+            shared.dependencies.controller,
+            self.agents,
+            self.workers,
+            record=shared.record,
+            report=shared.internal_errors.report,
+            save=shared.save,
+            changed=shared.publish_soon,
+        )
         self.debuggers = Debuggers(self.workers, shared.pending)
         folder, saved = shared.settings.run_folder, shared.snapshot_writer
         self.code_versions = CodeVersions(
@@ -184,6 +196,12 @@ class Components:
             pending=shared.pending,
         )
 
+    def adopt(self, previous: DriverSnapshot) -> None:
+        """Take over the agents of the previous driver, and ipyparallel's controller, if there is one."""
+        self.agents.adopt(previous)
+        if previous.controller:
+            self.engines.start(attach=True)
+
     def forget(self, lost: Collection[WorkerId]) -> None:
         """These workers are lost: expect nothing of them."""
         self.jobs.results.forget(lost)
@@ -191,6 +209,7 @@ class Components:
         self.cells.forget(lost)
         self.debuggers.forget(lost)
         self.workers.forget(lost)
+        self.engines.forget(lost)
 
     def _build_message_handling(self, shared: Shared, reports: TakeoverReports | None) -> None:
         self.executor = CommandExecutor(
@@ -210,6 +229,7 @@ class Components:
             server=shared.server,
             agents=self.agents,
             workers=self.workers,
+            engines=self.engines,
             cells=self.cells,
             code_versions=self.code_versions,
             jobs=self.jobs,

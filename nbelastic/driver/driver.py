@@ -151,8 +151,8 @@ class Driver:
         try:
             if previous is not None and reports is not None:
                 self.jobs.load(previous.job)
-                agents = self._components.agents
-                await asyncio.gather(agents.adopt(previous), reports.wait(agents.has_agent))
+                self._components.adopt(previous)
+                await reports.wait(self._components.agents.has_agent)
                 self._take_over(previous, reports)
             else:
                 self._start_saving()
@@ -235,6 +235,7 @@ class Driver:
             address=self._server.address,
             keys=self._keys,
             agents=self._components.agents,
+            engines=self._components.engines,
         )
 
     def _take_over(self, previous: DriverSnapshot, reports: TakeoverReports) -> None:
@@ -247,9 +248,8 @@ class Driver:
         for report in reports.workers.values():
             if report.worker in self.cluster.workers:
                 self._components.received_messages.adopt_worker(report)
-        for w in self.cluster.workers:
-            if w not in reports.workers:
-                self._components.workers.expect(w)
+        for w in self.cluster.workers.keys() - reports.workers.keys():
+            self._components.workers.expect(w)
         for host in previous.agents.keys() - reports.agents.keys() - reports.coming:
             self._components.agents.give_up(host)
         for command in commands:
@@ -265,7 +265,7 @@ class Driver:
         async with contextlib.AsyncExitStack() as stack:
             # At once after the controller's end, which would also remove the folder.
             stack.callback(self._run_folder.release)
-            stack.push_async_callback(self._components.agents.spawner.stop_controller)
+            stack.push_async_callback(self._components.engines.stop)
             stack.push_async_callback(self._clients.close)
             stack.callback(self._pending.fail_all, close=True)
             stack.callback(self._snapshot_writer.close)

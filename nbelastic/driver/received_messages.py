@@ -12,6 +12,7 @@ from nbelastic.driver.clock import Clock
 from nbelastic.driver.code_versions import CodeVersions
 from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.dependencies import MessageServer
+from nbelastic.driver.engines import Engines
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.liveness import StallDetector
@@ -45,6 +46,7 @@ class ReceivedMessages:
         server: MessageServer,
         agents: Agents,
         workers: Workers,
+        engines: Engines,
         cells: Cells,
         code_versions: CodeVersions,
         jobs: Jobs,
@@ -65,7 +67,7 @@ class ReceivedMessages:
         self._agents, self._workers, self._cells, self._jobs, self._scripts = agents, workers, cells, jobs, scripts
         self._state_pulls, self._debuggers, self._code_versions = state_pulls, debuggers, code_versions
         self._telemetry, self._snapshot_writer, self._event_log = telemetry, snapshot_writer, event_log
-        self._stall_detector = stall_detector
+        self._engines, self._stall_detector = engines, stall_detector
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
         self.takeover = takeover
         self._environments: dict[str, int] = {}  # by host, the pid of the agent whose environment was recorded
@@ -114,6 +116,8 @@ class ReceivedMessages:
                 self._publish_soon()
             case worker_messages.WorkerHello():
                 self._handle_worker_hello(message)
+            case worker_messages.EngineConnected(worker=w, engine=engine):
+                self._engines.connected(w, engine)
             case worker_messages.WorkerProgress():
                 self._handle_progress(message)
             case worker_messages.FetchCall() if self._cells.send_pushed(message):
@@ -199,15 +203,19 @@ class ReceivedMessages:
     def _handle_worker_hello(self, message: worker_messages.WorkerHello) -> None:
         w, refused = message.worker, message.refused
         if w in self._cluster().workers:
-            self._workers.register(w, message.engine)
+            self._register(w)
         if refused and self._refused.get(w.host) != refused:
             self._refused[w.host] = refused
             self._record(cmd.Record("preload-refused", f"{w.host}: {refused}", host=w.host))
 
+    def _register(self, w: WorkerId, engine: str = "") -> None:
+        self._workers.register(w)
+        self._engines.register(w, engine)
+
     def adopt_worker(self, report: worker_messages.WorkerReport) -> None:
         """Register a worker that the previous driver has started, and take its progress."""
-        if report.engine:
-            self._workers.register(report.worker, report.engine)
+        if report.is_ready:
+            self._register(report.worker, report.engine)
         if report.commit:
             self._telemetry.steps[report.worker] = report.commit
             self._telemetry.add_commit(report.commit, self._clock.now())

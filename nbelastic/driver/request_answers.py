@@ -19,6 +19,7 @@ from nbelastic.driver.connection_files import ConnectionFiles
 from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.discoveries import Discoveries
 from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver.engines import Engines
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.pending import Pending
@@ -68,6 +69,7 @@ class RequestAnswers:
         settings: Settings,
         agents: Agents,
         workers: Workers,
+        engines: Engines,
         cells: Cells,
         code_versions: CodeVersions,
         jobs: Jobs,
@@ -86,7 +88,7 @@ class RequestAnswers:
         self._cells, self._jobs, self._telemetry, self._pending = cells, jobs, telemetry, pending
         self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
-        self._state_pulls = state_pulls
+        self._state_pulls, self._engines = state_pulls, engines
         self._debuggers, self._code_versions = debuggers, code_versions
 
     def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
@@ -124,7 +126,8 @@ class RequestAnswers:
             case r.MakeConnectionFile(host=host):
                 self._connection_files.create(host, future)
             case r.FindController():
-                self._pending.resolve(future, lambda _: self._find_controller())
+                self._engines.start()
+                self._pending.resolve(future, lambda cluster: self._engines.find(cluster.present_job))
             case r.Stop(by=by, within=within):
                 self._post(ev.StopRequested(f"stopped by {by}", within))
                 future.set_result(True)
@@ -216,12 +219,6 @@ class RequestAnswers:
             timeout=timeout,
             result=future,
         )
-
-    def _find_controller(self) -> r.ControllerFound | None:
-        information = self._agents.spawner.client_information
-        if information is None:
-            return None
-        return r.ControllerFound(information, tuple(self._workers.engines.values()))
 
     def _status_at_size(self, cluster: ClusterState, size: int) -> Status | None:
         """The status if so many ranks train or, without a job, so many workers are ready; else None."""

@@ -15,6 +15,7 @@ from nbelastic.core.cluster_snapshot import SavedCluster, snapshot_of
 from nbelastic.core.state import ClusterState, is_same
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
+from nbelastic.driver.engines import Engines
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.telemetry import SavedReports, SavedTelemetry, Telemetry
 from nbelastic.protocol import messages
@@ -64,9 +65,10 @@ class SnapshotWriter:
         address: str,
         keys: Keys,
         agents: Agents,
+        engines: Engines,
     ) -> None:
         """Save from now on, as driver number `term` of the cluster, which listens at `address`."""
-        self._cluster, self._settings, self._agents = cluster, settings, agents
+        self._cluster, self._settings, self._agents, self._engines = cluster, settings, agents, engines
         self._term, self._address, self._keys = term, address, keys
         self._is_saving = True
 
@@ -110,7 +112,7 @@ class SnapshotWriter:
 
     def _snapshot(self, cluster: SavedCluster) -> DriverSnapshot:
         settings, job, proxies = self._settings, self.job, self._agents.tcp_proxies
-        agents, saved_proxies, controller = self._agents.saved(), proxies.saved, self._agents.spawner.controller_process
+        agents, saved_proxies, controller = self._agents.saved(), proxies.saved, self._engines.controller_process
         processes = (
             controller,
             *(proxy.process for proxy in saved_proxies),

@@ -27,14 +27,12 @@ class Workers:
     ) -> None:
         self._server, self._agents, self._clock, self._telemetry, self._post = server, agents, clock, telemetry, post
         self._expected_since: dict[str, float] = {}  # when this driver began to wait for workers of the previous one
-        self.engines: dict[WorkerId, str] = {}  # the engine of each registered worker, as ipyparallel's client names it
 
     def send(self, workers: Iterable[WorkerId], message: messages.Message) -> None:
         self._server.send_to_all((f"worker/{w}" for w in workers), message)
 
-    def register(self, w: WorkerId, engine: str) -> None:
-        """A worker can run programs and cells, and has this engine."""
-        self.engines[w] = engine
+    def register(self, w: WorkerId) -> None:
+        """A worker can run programs and cells."""
         rehome = self._agents.rehome_of(w.host)
         if rehome is not None:  # the address may have changed between the worker's fork and its first message
             self._server.send(f"worker/{w}", rehome)
@@ -53,7 +51,6 @@ class Workers:
     def forget(self, workers: Iterable[WorkerId]) -> None:
         """Forget all that is known of lost workers."""
         for w in workers:
-            self.engines.pop(w, None)
             self._server.forget(f"worker/{w}")
             self._expected_since.pop(f"worker/{w}", None)
             self._telemetry.forget_worker(w)

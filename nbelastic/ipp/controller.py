@@ -17,7 +17,7 @@ from ipyparallel.controller import hub as hubs
 from traitlets import Set
 from traitlets.config import Config
 
-from nbelastic.protocol.local_clusters import remove_dead_cluster
+from nbelastic.protocol.local_clusters import remove_without_driver
 from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
 from nbelastic.system.private_files import replace_private
 from nbelastic.system.processes import die_with_parent, kill_group
@@ -65,13 +65,9 @@ def _keys(file: Path) -> dict[str, str]:
 
 
 def _outlast(driver_lease: DriverLease) -> None:
-    """When the lease has expired, remove the cluster's files, keys included, and end.
-
-    If the cluster's owner has died, also kill its processes on this machine, its ssh clients included. Otherwise workers may
-    still write a last checkpoint.
-    """
+    """When the lease has expired, remove the cluster's files, and end."""
     wait_for_lease_expiry(driver_lease)
-    remove_dead_cluster(driver_lease.name, driver_lease.number, kill=driver_lease.owner_has_ended)
+    remove_without_driver(driver_lease)
     kill_group(os.getpgrp())
 
 

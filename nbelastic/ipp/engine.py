@@ -1,27 +1,29 @@
-"""The worker as an ipyparallel engine, for `%px`. Programs and cells of jobs run in the same main thread and namespace."""
+"""The worker as an ipyparallel engine, for `%px` and `Cluster.client`, in the main thread and namespace of programs and cells."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
 from ipykernel.iostream import OutStream
+from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from ipyparallel.controller import heartmonitor
 from ipyparallel.engine import app as engine_app
 from ipyparallel.engine.app import IPEngine
 from zmq.utils.monitor import recv_monitor_message
 
 REPEAT = 2.0  # seconds after which an unanswered request is sent again
-NO_TIMEOUTS = (
-    "--IPEngine.timeout=1e6",
+OPTIONS = (
+    "--IPEngine.timeout=1e6",  # no timeouts: the agent ends the worker when there is no driver
     "--IPEngine.max_heartbeat_misses=0",
-)  # the agent ends the worker when there is no driver
+    "--IPEngine.enable_nanny=False",
+    "--IPKernelApp.hide_initial_ns=False",  # `%who` shows what earlier programs and cells have defined
+    "--log-level=40",
+)
 
 
 class Stream(OutStream):  # type: ignore[misc]
@@ -71,7 +73,7 @@ class Engine(IPEngine):  # type: ignore[misc]
         self.session.send(self.registrar, "registration_request", content=content)
 
     async def complete_registration(self, msg: Any, connect: Callable[..., None], *args: Any) -> None:
-        """The engine is registered: IPython is ready, and this worker can run programs and cells."""
+        """The controller knows the engine: let it run code in the IPython of this process."""
         monitors: dict[zmq.Socket[bytes], str] = {}
         ports = {str(self.connection_info[name]) for name in ("mux", "iopub")}
 
@@ -81,8 +83,11 @@ class Engine(IPEngine):  # type: ignore[misc]
                 monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)] = port
             connect(socket, url, **options)
 
+        shell = ZMQInteractiveShell.instance()  # the worker's, which the engine uses from here on
+        shell.display_pub = ZMQDisplayPublisher(shell=shell)
         await super().complete_registration(msg, watched, *args)
-        self._serving = self.registered(self.ident)
+        shell.kernel = self.kernel
+        self.registered(self.ident)
         threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
 
     def start_heartbeat(self, *args: Any) -> None:
@@ -115,29 +120,26 @@ class Engine(IPEngine):  # type: ignore[misc]
                             super().start_heartbeat(*heart)
 
     def init_signal(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _leave)
+        """The worker has set its signal handlers."""
+
+    def exit(self, _: int = 0) -> NoReturn:
+        """ipyparallel would end the worker here, and has logged why."""
+        raise RuntimeError("ipyparallel's engine cannot be started; its error is above")
 
 
-def _leave(*_: object) -> None:
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None:
-            stream.flush()
-    os._exit(0)
+async def connect_engine(connection: str, profile: str, registered: Callable[[str], object]) -> None:
+    """Make this process an engine of the controller at `connection` (JSON), with the IPython that it has.
 
-
-def serve(profile: str, registered: Callable[[str], object]) -> None:
-    """Register with the ipyparallel controller that the environment names, and run code until the process ends.
-
-    `registered(engine)` is called in the engine's event loop; the engine keeps what it returns, as a task needs.
+    Returns after `registered(engine)` was called: code can run in the engine `engine`, in this event loop.
     """
-    signal.signal(signal.SIGTERM, _leave)
     zmq.Context.instance().setsockopt(
         zmq.IPV6, 1
     )  # for all sockets of the engine; ZeroMQ and ipyparallel leave IPv6 off
     engine_app.Heart = Heart
     Engine.registered = staticmethod(registered)
-    app = Engine.instance(log_level=40)
-    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *NO_TIMEOUTS, "--log-level=40"])
-    del os.environ["IPP_CONNECTION_INFO"]  # it holds a key, which the user's processes must not inherit
-    app.start()
+    # Not by a variable, which processes of the user would inherit with its key.
+    engine = Engine.instance(log_level=40, connection_info_env=connection)
+    path = sys.path[:]
+    engine.initialize([f"--profile-dir={profile}", *OPTIONS])
+    sys.path[:] = path
+    await engine.register()

@@ -1,26 +1,52 @@
-"""`%px` and `%%px` while a job trains: one line instead of a call that waits for the end of the job."""
+"""ipyparallel's magics for the workers: they connect on first use, and while a job trains they refuse."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from nbelastic.errors import UsageError
 
+LINE_MAGICS = ("px", "autopx", "pxconfig", "pxresult")
 
-def guard_px(shell: Any, present_job: Callable[[], str]) -> None:
-    """Have ipyparallel's magics raise UsageError while `present_job()` names a job: the engines run its program."""
-    owner = getattr(shell.magics_manager.magics["line"].get("px"), "__self__", None)
-    if owner is None:  # ipyparallel has registered none
-        return
+
+def register_px(shell: Any, connect: Callable[[], Any], present_job: Callable[[], str]) -> None:
+    """Have `%px`, `%%px` and their like run on the engines of `connect()`, ipyparallel's client. The first use calls it.
+
+    They raise UsageError while `present_job()` names a job, as they would wait for its end: the engines run its program.
+    """
+    first_use = partial(_first_use, shell, connect, present_job)
+    for name in LINE_MAGICS:
+        shell.register_magic_function(partial(first_use, shell.run_line_magic, name), "line", name)
+    shell.register_magic_function(partial(first_use, shell.run_cell_magic, "px"), "cell", "px")
+
+
+def _first_use(
+    shell: Any,
+    connect: Callable[[], Any],
+    present_job: Callable[[], str],
+    run: Callable[..., Any],
+    name: str,
+    *arguments: str,
+) -> Any:
+    """Replace these magics by ipyparallel's, and run the one that was used."""
+    _refuse_during_job(present_job)
+    connect().activate()
+    owner = shell.magics_manager.magics["line"]["px"].__self__
     execute = owner.parallel_execute
 
     def refuse_during_job(*args: Any, **kwargs: Any) -> Any:
-        job = present_job()
-        if job:
-            raise UsageError(
-                f"{job} is running, and %px would wait for its end: write %%elastic_px --at-commit above the cell."
-            )
+        _refuse_during_job(present_job)
         return execute(*args, **kwargs)
 
     owner.parallel_execute = refuse_during_job
+    return run(name, *arguments)
+
+
+def _refuse_during_job(present_job: Callable[[], str]) -> None:
+    job = present_job()
+    if job:
+        raise UsageError(
+            f"{job} is running, and %px would wait for its end: write %%elastic_px --at-commit above the cell."
+        )

@@ -11,7 +11,7 @@ from IPython.core.magic import magics_class
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
 from nbelastic.notebook.magic_arguments import argument, magic, out
-from nbelastic.notebook.px_guard import guard_px
+from nbelastic.notebook.px_guard import register_px
 from nbelastic.notebook.shown_dashboards import close_ended
 from nbelastic.notebook.start_options import START_OPTIONS, cluster_arguments
 
@@ -116,12 +116,11 @@ class StartMagics(ClusterMagics):
                 self.cluster.stop()
 
     def _activate_px(self) -> None:
-        """Have %px and %%px run on these engines. While a job trains they refuse, as they would wait for its end."""
+        """Have %px and %%px run on the workers of this cluster."""
         cluster = self._cluster()
 
         def present_job() -> str:
             job = cluster.job
             return job.name if job is not None and not job.done() else ""
 
-        cluster.client.activate()
-        guard_px(self.shell, present_job)
+        register_px(self.shell, lambda: cluster.client, present_job)

@@ -1,38 +1,47 @@
-"""Turns a fork of the template into a worker: an ipyparallel engine with a link to the driver. The agent imports it too."""
+"""Turns a fork of the template into a worker: an IPython with a link to the driver. The agent imports it too."""
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import sys
 from typing import Any
 
 from nbelastic.system.processes import die_with_parent
-from nbelastic.system.tunnel_folder import engine_connection
 from nbelastic.worker.environment import log_to, set_interface
 
 
 def boot(settings: dict[str, Any]) -> None:
-    """Run the worker that `settings` describe, until the engine ends."""
+    """Run the worker that `settings` describe, until the agent ends it."""
     os.setsid()  # its own process group: the agent can kill it with all processes that the user's code starts
     template = sys.modules.get("nbelastic.programs.template")
     die_with_parent(parent=getattr(template, "PID", 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
     mp.set_start_method(None, force=True)  # not the inherited fork server: data loaders start as usual
     if settings["gpu"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings["gpu"]  # before anything looks for GPUs, so that it is `cuda:0`
     log_to(settings["log_dir"], settings["worker"])
     faulthandler.enable(2)  # a crash in C writes the Python stacks to the log
     set_interface(settings["interface"], settings["outward"])
-    os.environ["IPP_CONNECTION_INFO"] = engine_connection(
-        settings["engine"], settings["tunnel"]
-    )  # before any thread: adding a variable moves the environment
 
-    from nbelastic.ipp.engine import serve
-    from nbelastic.programs.program import start_runner
+    from nbelastic.programs.program import serve
+    from nbelastic.programs.shell import make_shell
     from nbelastic.worker.session import Session, start
 
     session = Session({**settings, "refused": getattr(template, "REFUSED", "")})
     start(session)
     session.warm_up.start()
-    serve(settings["profile"], lambda engine: start_runner(session, engine))
+    make_shell(settings["profile"])
+    asyncio.run(serve(session, settings["profile"], settings["tunnel"]))
+
+
+def _leave(*_: object) -> None:
+    """End at SIGTERM: there is nothing to clean up."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    os._exit(0)

@@ -10,6 +10,7 @@ import linecache
 import queue
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from IPython.core.getipython import get_ipython
 
 from nbelastic.errors import JobStoppedError
+from nbelastic.ipp.engine import connect_engine
 from nbelastic.programs import cells, state_pull
 from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.programs.debugger import Breakpoints
@@ -30,6 +32,7 @@ from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
 from nbelastic.system.folder_paths import code_folder
 from nbelastic.system.private_files import replace_private
+from nbelastic.system.tunnel_folder import engine_connection
 from nbelastic.worker.environment import log_to
 from nbelastic.worker.output_buffer import OutputStream, printable
 from nbelastic.worker.session import Session
@@ -47,19 +50,18 @@ class Outcome(NamedTuple):
     traceback: str = ""
 
 
-def start_runner(session: Session, engine: str) -> asyncio.Task[None]:
-    """Let this worker, which is ipyparallel's `engine`, run programs and cells. Call it in the engine's event loop."""
-    runner = Runner(session)
-    serving = asyncio.get_running_loop().create_task(runner.serve())
+async def serve(session: Session, profile: str, tunnel: str) -> None:
+    """Run programs and cells in this thread until the process ends. `profile`, `tunnel`: folders, for ipyparallel's engine."""
+    runner = Runner(session, profile, tunnel)
     session.programs.run = runner.run_inside
-    session.hello(engine, runner.take)
-    return serving
+    session.hello(runner.take)
+    await runner.serve()
 
 
 class Runner:
-    """Runs programs and cells one after the other, as they arrive, in the engine's event loop."""
+    """Runs programs and cells one after the other, as they arrive, in this thread's event loop."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, profile: str, tunnel: str) -> None:
         self._session, self._loop = session, asyncio.get_running_loop()
         self._requests: asyncio.Queue[messages.Message] = asyncio.Queue()
         self._pieces: queue.SimpleQueue[worker_messages.CallPiece] = queue.SimpleQueue()
@@ -68,6 +70,8 @@ class Runner:
         self._interrupts = CellInterrupts()
         self._breakpoints = Breakpoints(session)
         template = sys.modules.get("nbelastic.programs.template")
+        self._profile, self._tunnel = profile, tunnel
+        self._engine: asyncio.Task[None] | None = None  # connects this worker to ipyparallel's controller
         self._code = UserCode(code_folder(session.relay), getattr(template, "IMPORTED", {}))
 
     def take(self, message: messages.Message) -> None:
@@ -84,7 +88,7 @@ class Runner:
             self._loop.call_soon_threadsafe(self._requests.put_nowait, message)
 
     async def serve(self) -> None:
-        """Run programs and cells until this task is cancelled."""
+        """Run programs and cells until this task is cancelled. Between them, become an engine once that is ordered."""
         while True:
             match await self._requests.get():
                 case worker_messages.Program(job=job) if (
@@ -104,10 +108,28 @@ class Runner:
                             b"",
                         )
                     self._session.program_ended(result, value)
+                case worker_messages.ConnectEngine(connection=connection):
+                    self._connect_engine(connection)
                 case cell_messages.Cell(pull=cell_messages.Pull() as pull, number=number):
                     self._session.link.send(state_pull.pull_kept(self._session, number, pull))
                 case cell_messages.Cell() as cell:
                     await self._run_cell(cell)
+
+    def _connect_engine(self, connection: str) -> None:
+        """Become an engine of this controller in the background. Once it is one, it connects to later controllers by itself."""
+        engine = self._session.facts.engine
+        if engine:
+            self._session.engine_connected(engine)
+        elif self._engine is None or self._engine.done():
+            self._engine = self._loop.create_task(self._become_engine(connection))
+
+    async def _become_engine(self, connection: str) -> None:
+        try:
+            own = engine_connection(connection, self._tunnel)
+            await connect_engine(own, self._profile, self._session.engine_connected)
+        except Exception:  # noqa: BLE001  (training does not need the engine: this worker goes on)
+            print("nbelastic: this worker cannot connect to ipyparallel's controller:", file=sys.stderr)
+            traceback.print_exc(file=sys.stderr)
 
     async def _run_cell(self, cell: cell_messages.Cell) -> None:
         session = self._session
@@ -290,7 +312,7 @@ def _add_names(function: Any, namespace: Mapping[str, Any]) -> None:
 
 
 def _execute(order: worker_messages.Program, source: str) -> Any:
-    """Run the cell in the engine's namespace; return the value of its last expression."""
+    """Run the cell in this worker's namespace; return the value of its last expression."""
     shell = get_ipython()
     filename = f"<{order.job}, new program>" if order.number else f"<{order.job}>"
     code = shell.transform_cell(source)

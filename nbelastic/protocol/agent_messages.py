@@ -73,7 +73,6 @@ class Spawn(Message):
 
     worker: WorkerId
     log_dir: str
-    engine: str  # ipyparallel's connection information, as JSON
     gpu: str = ""  # the only GPU that it sees; empty: those of the agent
 
 

@@ -23,6 +23,7 @@ from nbelastic.protocol.messages import HEAD
 from nbelastic.protocol.run_folder import RunFolder, lock_holder
 from nbelastic.protocol.timeouts import DRIVER_START, TAKEOVER_PER_WORKER
 from nbelastic.system import versions
+from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.folder_paths import batch_folder, runs_folder
 from nbelastic.system.process_identity import is_alive, pid_of
 from nbelastic.system.processes import kill_group, machine
@@ -221,6 +222,17 @@ def remove_dead_cluster(name: str, number: str = "", *, kill: bool = False) -> N
                     kill_group(pid_of(process))
             shutil.rmtree(batch_folder(name, saved.number), ignore_errors=True)
         run_folder.release()
+
+
+def remove_without_driver(driver_lease: DriverLease) -> None:
+    """Remove the files of a cluster, keys included, whose processes end by themselves, as no driver has come.
+
+    Do nothing while it has a driver, or may get one. If the kernel that owned it has ended, also kill its processes on this
+    machine. Otherwise workers may still write a last checkpoint.
+    """
+    driver = driver_lease.driver
+    if driver is not None and not is_alive(driver):
+        remove_dead_cluster(driver_lease.name, driver_lease.number, kill=driver_lease.owner_has_ended)
 
 
 def claim_name(run_folder: RunFolder, number: str) -> None:

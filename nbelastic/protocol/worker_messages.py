@@ -20,7 +20,6 @@ class WorkerHello(Message):
 
     worker: WorkerId
     pid: int
-    engine: str  # the engine's uuid, by which ipyparallel's client addresses it
     refused: str = ""  # which modules its template has refused to import, and why
 
 
@@ -29,7 +28,7 @@ class WorkerReport(Message):
 
     worker: WorkerId
     pid: int
-    engine: str = ""  # the engine's uuid; empty before it is connected
+    is_ready: bool = False  # it can run programs and cells
     job: str = ""  # of its newest program
     busy: bool = False  # that program runs
     left_generation: int = 0  # the last generation that it has left
@@ -46,6 +45,20 @@ class WorkerReport(Message):
     last_event: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None  # if not answered yet
     reports: tuple[tuple[int, dict[str, float | None]], ...] = ()  # values reported without a driver, by commit
     state_since: int = 0  # see `WorkerReady`
+    engine: str = ""  # see `EngineConnected`; empty if it is none
+
+
+class ConnectEngine(Message):
+    """Driver → worker: become an engine of ipyparallel's controller, between two programs. `connection`: its information, as JSON."""
+
+    connection: str
+
+
+class EngineConnected(Message):
+    """Worker → driver: it is an engine. `engine`: the uuid by which ipyparallel's client addresses it."""
+
+    worker: WorkerId
+    engine: str
 
 
 MOST_RANKS = 16  # that a worker lists
@@ -302,6 +315,7 @@ class StopProgram(Message):
 FromWorker = (
     WorkerHello
     | WorkerReport
+    | EngineConnected
     | ev.WorkerReady
     | ev.StoreOffered
     | ev.WorkerPrepared
@@ -337,6 +351,7 @@ ToWorker = (
     | cell_messages.Cell
     | cell_messages.CommitCell
     | cell_messages.InterruptCell
+    | ConnectEngine
     | CallPiece
     | FetchResult
     | Formation

@@ -102,12 +102,12 @@ def driver_endpoint(driver: str, tunnel: str) -> str:
 
 
 def engine_connection(connection: str, tunnel: str) -> str:
-    """ipyparallel's connection information (JSON) for an engine in this process. `tunnel`: the folder, or empty."""
+    """ipyparallel's connection information (JSON) for an engine in this process. `tunnel`: the folder, or empty.
+
+    OSError if the tunnel has ended.
+    """
     if not tunnel:
         return connection
-    return json.dumps({**json.loads(connection), "interface": interface(open_folder(Path(tunnel)))})
-
-
-def open_tunnel(tunnel: str, connection: str) -> None:
-    """Let engines connect through the tunnel to the controller with this connection information. OSError if it has ended."""
-    ask(Path(tunnel), " ".join(["listen", *map(str, engine_ports(connection))])).close()
+    folder = Path(tunnel)
+    ask(folder, " ".join(["listen", *map(str, engine_ports(connection))])).close()
+    return json.dumps({**json.loads(connection), "interface": interface(open_folder(folder))})

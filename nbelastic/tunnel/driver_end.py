@@ -61,10 +61,10 @@ class _DriverEnd:
         if self._end_by is None or self._exit is not None:
             self._wait_for_ssh()
         # else the host has not answered: ssh sends it the end once the network allows that, or gives up after a minute
-        if self._driver_lease.owner_has_ended:  # ipyparallel's controller, which would do this, may be dead
-            from nbelastic.protocol.local_clusters import remove_dead_cluster  # only needed here
+        if self._driver_lease.owner_has_ended:  # other processes of the cluster on this machine may be dead
+            from nbelastic.protocol.local_clusters import remove_without_driver  # only needed here
 
-            remove_dead_cluster(self._driver_lease.name, self._driver_lease.number, kill=True)
+            remove_without_driver(self._driver_lease)
         return self._code if self._code >= 0 else 128 - self._code
 
     def _start_ssh(self) -> None:

@@ -164,10 +164,10 @@ async def _run(fd: int, server: int, ports: str, workers: int, driver_lease: Dri
     accepting = loop.create_task(_Proxy(server, Path(ports), workers).accept(listener))
     await loop.run_in_executor(None, wait_for_lease_expiry, driver_lease)
     accepting.cancel()
-    if driver_lease.owner_has_ended:  # ssh clients must end, and the controller, which would do this, may be dead
-        from nbelastic.protocol.local_clusters import remove_dead_cluster  # only needed here
+    if driver_lease.owner_has_ended:  # other processes of the cluster on this machine may be dead
+        from nbelastic.protocol.local_clusters import remove_without_driver  # only needed here
 
-        remove_dead_cluster(driver_lease.name, driver_lease.number, kill=True)
+        remove_without_driver(driver_lease)
 
 
 def main() -> None:

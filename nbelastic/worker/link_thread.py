@@ -171,6 +171,7 @@ class LinkThread:
                 | worker_messages.NewProgram()
                 | worker_messages.KeepProgram()
                 | worker_messages.DebuggerInput()
+                | worker_messages.ConnectEngine()
             ):
                 if self.run is not None:  # else this worker has not announced that it can run programs
                     self.run(message)

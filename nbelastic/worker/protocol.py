@@ -282,13 +282,13 @@ class Protocol:
         newest = max(facts.newest_generation, self.left, self.generation)
         if facts.is_beginning:  # the other facts are still of the program before
             return worker_messages.WorkerReport(
-                self.worker, pid, facts.engine, facts.job, facts.busy, highest_generation=newest
+                self.worker, pid, facts.is_ready, facts.job, facts.busy, highest_generation=newest, engine=facts.engine
             )
         formation, order = self.formation, self.quit
         return worker_messages.WorkerReport(
             self.worker,
             pid,
-            facts.engine,
+            facts.is_ready,
             facts.job,
             facts.busy,
             self.left,
@@ -306,6 +306,7 @@ class Protocol:
             facts.last_event,
             facts.unsent.take(),
             facts.state_since,
+            facts.engine,
         )
 
     # ---- time ----

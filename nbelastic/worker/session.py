@@ -115,11 +115,16 @@ class Session:
         """Whether this rank prints, reports and saves for all ranks."""
         return self._protocol.is_rank_0
 
-    def hello(self, engine: str, run: Callable[[messages.Message], object]) -> None:
+    def hello(self, run: Callable[[messages.Message], object]) -> None:
         """Tell the driver that this worker can run programs and cells; the link thread calls `run(message)` for each."""
         self._link_thread.run = run
+        self.facts.is_ready = True
+        self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), self._refused))
+
+    def engine_connected(self, engine: str) -> None:
+        """Tell the driver that this worker is ipyparallel's `engine`."""
         self.facts.engine = engine
-        self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), engine, self._refused))
+        self.link.send(worker_messages.EngineConnected(self.worker, engine))
 
     def begin(self, job: str, program: int = 0) -> None:
         """Begin a program: drop what belongs to the last one. JobStoppedError if the job is over already."""

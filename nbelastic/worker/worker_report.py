@@ -40,7 +40,8 @@ class WorkerFacts:
     """Each fact is set before the message with the same content is sent: a new driver finds here what the last one missed."""
 
     def __init__(self) -> None:
-        self.engine = ""
+        self.is_ready = False  # this worker can run programs and cells
+        self.engine = ""  # the uuid of its ipyparallel engine, if it is one
         self.job = ""  # of the newest program
         self.busy = False  # the program runs
         self.is_beginning = False  # the session still holds facts of the program before

@@ -16,7 +16,7 @@ W, NEXT = WorkerId("a", 0, 1), WorkerId("a", 0, 2)
 def with_worker():
     """An agent with a worker of pid 7."""
     agent = Protocol("a", 30.0, 20.0)
-    order = agent_messages.Spawn(W, "/logs", "{}")
+    order = agent_messages.Spawn(W, "/logs")
     assert agent.handle(order, 0.0) == [Fork(order)]
     assert agent.forked(W, 7) == [Send(ev.WorkerStarted(W, 7))]
     return agent
@@ -33,7 +33,7 @@ def test_a_worker_starts_and_ends():
 def test_a_worker_that_ends_at_once_is_reported():
     """A worker that ends before the agent knows its pid is reported."""
     agent = Protocol("a", 30.0, 20.0)
-    agent.handle(agent_messages.Spawn(W, "/logs", "{}"), 0.0)
+    agent.handle(agent_messages.Spawn(W, "/logs"), 0.0)
     assert agent.exited(W, 1) == [Send(ev.WorkerExited(W, 1))]
 
 
@@ -95,8 +95,8 @@ def test_an_older_driver_is_not_answered():
 def test_the_highest_incarnation_of_a_slot_is_kept():
     """The highest incarnation of a slot is kept, in whatever order messages come, so that none is used twice."""
     agent = with_worker()
-    agent.handle(agent_messages.Spawn(NEXT, "/logs", "{}"), 0.0)
-    agent.handle(agent_messages.Spawn(W, "/logs", "{}"), 0.0)
+    agent.handle(agent_messages.Spawn(NEXT, "/logs"), 0.0)
+    agent.handle(agent_messages.Spawn(W, "/logs"), 0.0)
     assert agent.newest == {0: 2}
 
 

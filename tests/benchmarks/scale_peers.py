@@ -122,7 +122,7 @@ class Worker:
         self.speaks = False  # whether it is rank 0
         self.link = link(f"worker/{w}", self._receive)
         self.link.send(worker_messages.WorkerProgress(w, 0, 0, {}))
-        self.link.send(worker_messages.WorkerHello(w, 1, str(w)))
+        self.link.send(worker_messages.WorkerHello(w, 1))
 
     def _ready(self) -> None:
         self.generation = 0

@@ -185,7 +185,7 @@ class Away:
         return WorkerReport(
             w,
             1000,
-            str(w),
+            True,
             fake.job or fake.ended[0],
             bool(fake.job),
             fake.left,

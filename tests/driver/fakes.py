@@ -62,12 +62,18 @@ class FakeWorker:
     total: int = 0
     holds: bool = False
     busy: bool = False
+    connects: bool = False  # it was asked to become an engine
+
+    def connect_engine(self) -> None:
+        if self.connects and not self.busy:
+            self.send(worker_messages.EngineConnected(self.id, f"engine-{self.id}"))
 
     def end_program(self, error: str = "") -> None:
         """Report that the program has ended."""
         self.busy = False
         blob = None if error else messages.Blob(len(NOTHING), NOTHING)
         self.send(worker_messages.ProgramResult(self.id, self.job, error, value=blob))
+        self.connect_engine()
 
     def report_ready(self) -> None:
         store = f"127.0.0.1:{4000 + self.left}"
@@ -90,6 +96,9 @@ class FakeWorker:
             case worker_messages.StopProgram(reason=reason) if self.busy:
                 self.generation = 0
                 self.end_program(f"JobStoppedError: {reason}")
+            case worker_messages.ConnectEngine():
+                self.connects = True
+                self.connect_engine()
             case worker_messages.Program(job=job):  # it calls the elastic function at once
                 self.job, self.busy, self.total, self.left, self.holds = job, True, 0, 0, False
                 self.report_ready()
@@ -134,7 +143,7 @@ class FakeAgent:
                     w, lambda message: self._fakes.deliver(f"worker/{w}", message)
                 )
                 self.send(ev.WorkerStarted(w, 1000 + w.slot))
-                worker.send(worker_messages.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
+                worker.send(worker_messages.WorkerHello(w, 1000 + w.slot))
             case agent_messages.StopWorker(worker=w, kill=kill):
                 self.lose_worker(w, SIGKILL if kill else 0)
             case agent_messages.StopAgent():
@@ -183,16 +192,19 @@ class MemoryServer:
 class FakeController:
     """A controller of ipyparallel without a process."""
 
-    connection, process = "{}", ""
+    connection = process = ""
 
     def __init__(self, fakes: DriverWithFakes) -> None:
         self._fakes = fakes
 
     async def start(self) -> None:
-        """Do nothing: there is no process to start."""
+        self._fakes.controllers += 1
+        if self._fakes.no_controller:
+            raise RuntimeError(self._fakes.no_controller)
+        self.connection, self.process = "{}", "1@1"
 
     async def attach(self) -> None:
-        """Do nothing: there is no process to attach to."""
+        self.connection, self.process = "{}", "1@1"
 
     async def stop(self) -> None:
         self._fakes.controller_stopped = True
@@ -234,6 +246,7 @@ class DriverWithFakes:
         self.agents: dict[str, FakeAgent] = {}
         self.workers: dict[WorkerId, FakeWorker] = {}
         self.sent: list[tuple[str, messages.Message]] = []
+        self.controllers, self.no_controller = 0, ""  # how often one was started, and why none can be
         self.controller_stopped = False
         self.silent: set[str] = set()  # hosts whose messages the driver does not receive
         self.lost: set[tuple[str, type]] = set()  # a worker, and a kind of message that it never receives

@@ -12,6 +12,7 @@ from nbelastic.driver.request_answers import ready_workers
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.requests import FindController
 from tests.driver.fakes import DriverWithFakes, run_story
 
 
@@ -51,7 +52,6 @@ def test_a_whole_life(tmp_path: Path) -> None:
             await fakes.advance_time(1.0)
             assert run.future.done()
         assert fakes.ended
-        assert fakes.controller_stopped
         assert not any(agent.is_alive for agent in fakes.agents.values())
         assert fakes.driver.status.phase == "finished"
 
@@ -166,12 +166,14 @@ def test_the_end_of_an_old_agent_does_not_end_the_next(tmp_path: Path) -> None:
 
 
 def test_the_controller_ends_last(tmp_path):
-    """The controller ends after the driver, so that it removes the run folder if the driver is killed meanwhile."""
+    """A controller ends after the driver, so that it removes the run folder if the driver is killed meanwhile."""
     stopped_before_close = []
 
     async def story():
         async with DriverWithFakes(tmp_path, "a:1") as fakes:
             await fakes.advance_time(2.0)
+            fakes.driver.request(FindController())
+            await fakes.settle()
             event_log = fakes.driver.event_log
             close = event_log.close
             event_log.close = lambda: (close(), stopped_before_close.append(fakes.controller_stopped))

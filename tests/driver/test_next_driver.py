@@ -303,7 +303,7 @@ def test_the_snapshot_stays_until_the_next_driver_has_taken_over(start_hostless,
     state, found = cluster._link.run_folder.path / SNAPSHOT_FILE, []
     before = state.read_bytes()
 
-    async def adopt(agents, _):
+    def adopt(agents, _):
         agents._record(cmd.Record("proxy-started", "a TCP proxy was started again"))
         agents._save()
         found.append(state.read_bytes())

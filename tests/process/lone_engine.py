@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
-from nbelastic.ipp.engine import NO_TIMEOUTS, Engine
+from nbelastic.ipp.engine import connect_engine
+from nbelastic.programs.shell import make_shell
 
 
 def main(connection: str, profile: str) -> None:
@@ -20,12 +21,15 @@ def main(connection: str, profile: str) -> None:
         os._exit(0)
 
     threading.Thread(target=exit_with_input, daemon=True).start()
-    os.environ["IPP_CONNECTION_INFO"] = Path(connection).read_text()
-    Engine.registered = staticmethod(lambda _id: None)
-    app: Any = Engine.instance(log_level=40)
-    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *NO_TIMEOUTS, "--log-level=40"])
-    print(app.ident, flush=True)
-    app.start()
+    make_shell(profile)
+
+    information = Path(connection).read_text()
+
+    async def serve() -> None:
+        await connect_engine(information, profile, lambda engine: print(engine, file=sys.__stdout__, flush=True))
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from nbelastic.ipp.supervisor import Supervisor
 from nbelastic.provision.tcp_proxy import TcpProxy
 from nbelastic.system.process_identity import is_alive, pid_of
 from nbelastic.system.processes import disown
+from tests.process import programs
+from tests.process.training import Training
 from tests.support.driver_lease import named, until_the_end
 from tests.support.processes import alive, controller_file
 from tests.support.waiting import until, until_async
@@ -32,7 +34,8 @@ HERE = Path(__file__).parent
 
 
 def controller_of(cluster: nbe.Cluster) -> int:
-    """The pid of ipyparallel's controller."""
+    """The pid of ipyparallel's controller, to which all workers are connected."""
+    assert len(cluster.client.ids) == len(cluster.workers)
     return pid_of(controller_file(cluster, ".process"))
 
 
@@ -64,18 +67,20 @@ def count_engines(cluster: nbe.Cluster) -> int:
         return -1
 
 
-def test_a_killed_controller_is_restarted(trains):
+def test_a_killed_controller_is_restarted(make, tmp_path):
     """A killed controller is restarted; the training goes on, a newcomer joins, and results, cells and the client work."""
-    training = trains("localhost:2", min=1)
+    cluster = make("localhost:2", min=1)
+    numbers = cluster.client.ids
+    training = Training(cluster, tmp_path / "steps", programs.train)
     training.wait_for_world(2)
-    generation, numbers = training.cluster.status().generation, training.cluster.client.ids
+    generation = cluster.status().generation
     before = kill_controller(training.cluster)
     wait_for_restart(training.cluster, before)
     assert training.cluster.status().generation == generation
     before = kill_controller(training.cluster)
-    training.cluster.add_host("localhost:3")  # its engine wants to register while no controller runs
+    training.cluster.add_host("localhost:3")  # it wants to become an engine while no controller runs
     training.wait_for_world(3)
-    assert count_restarts(training.cluster) > before
+    until(lambda: count_restarts(training.cluster) > before)
     assert len(training.finish()) == 3
     rows = training.cluster.execute("print('here')", timeout=20)
     assert [row[1:] for row in rows] == [("here\n", "", None)] * 3

@@ -24,6 +24,7 @@ from tests.support.waiting import until, until_none
 def test_nothing_is_left_after_a_stop(make):
     """A stop leaves no run folder, lock or process, not even of the user's code. A second stop has no effect."""
     cluster = make("localhost:2,127.0.0.2:1", min=3)
+    assert len(cluster.client.ids) == 3
     pids = processes_of(cluster)
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     pids |= {int(row[1]) for row in rows}
@@ -117,6 +118,7 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
 def test_keys_are_kept(make):
     """No key is in a command line or in the workers' environment; only the owner can read the files."""
     cluster = make("localhost:2", min=2, keep=True)  # so that the driver snapshot has the keys
+    assert len(cluster.client.ids) == 2
     keys = DriverSnapshot.read(run_folder(cluster)).keys
     secrets = [keys.server_secret, keys.client_secret, keys.client_public]
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)

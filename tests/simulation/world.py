@@ -151,7 +151,7 @@ class World:
             case cmd.CancelEnd(host=host):
                 self.send(host, agent_messages.CancelEnd())
             case cmd.StartWorker(worker=w):
-                self.send(w.host, agent_messages.Spawn(w, "", "", ""))
+                self.send(w.host, agent_messages.Spawn(w, "", ""))
             case cmd.StopWorker(worker=w, kill=kill):
                 self.send(w.host, agent_messages.StopWorker(w, kill))
 
