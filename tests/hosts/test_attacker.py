@@ -19,7 +19,8 @@ from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.tunnel.tcp_proxy_process import MOST_PER_PEER
 from tests.hosts.cluster_checks import LONG, worker_on
 from tests.hosts.network import DRIVER
-from tests.process.training import in_one_generation
+from tests.process import programs
+from tests.process.training import Training, in_one_generation
 from tests.support import soak
 from tests.support.processes import agent_of_worker, controller_file, driver_pid, processes_of, run_folder
 from tests.support.waiting import until
@@ -163,13 +164,15 @@ def grown(before, now):
     return {pid: (now[pid][0] - before[pid][0], now[pid][1] - before[pid][1]) for pid in shared}
 
 
-def test_the_listening_endpoints(network, trains):
+def test_the_listening_endpoints(network, make, tmp_path):
     """On a host the prober listens on each address, and the store and gloo on one; on the driver's machine nothing listens.
 
     No process listens on all interfaces. The driver's server and ipyparallel's controller listen only on loopback. Once a
     terminal of another machine may join, a TCP proxy listens for it.
     """
-    training = trains()
+    cluster = make()
+    assert sorted(cluster.client[:].apply_sync(os.getpid)) == sorted(worker.pid for worker in cluster.workers)
+    training = Training(cluster, tmp_path / "steps", programs.train, pause=0.05)
     training.wait_for_world(2, timeout=LONG)
     endpoints = Endpoints(network, training)
     for name in ("h1", "h2"):
@@ -270,6 +273,7 @@ def test_keys_are_kept_on_hosts(network, make, temporary):
     """No command line, environment, log, event or `repr` has a key, and only the owner can read the files."""
     cluster = make(min=2, keep=True)  # so that the driver snapshot has the keys
     keys = DriverSnapshot.read(run_folder(cluster)).keys
+    assert len(cluster.client.ids) == 2
     rows = cluster.execute("import os, subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=LONG)
     engines = json.loads(controller_file(cluster, "-engine.json"))
     secrets = [key for key in msgspec.structs.astuple(keys) if key]

@@ -41,6 +41,8 @@ class Kernel:
         hosts: str | None = "localhost:3",
         program: str = "train",
         arguments: dict[str, Any] | None = None,
+        *,
+        engines: bool = False,
         **options: Any,
     ) -> None:
         self.name, self.folder = name, folder
@@ -51,6 +53,7 @@ class Kernel:
             "hosts": hosts,
             "program": program,
             "arguments": arguments or {},
+            "engines": engines,
             "options": {"log_dir": str(folder.parent / "logs"), "lease": 60.0, **options},
         }
         self.process = self._start(settings)
@@ -84,6 +87,7 @@ class Kernel:
         """The process of the controller, or of the agent, template or worker on the last host."""
         saved = self.snapshot
         if part == "controller":
+            assert saved.controller, "start the kernel with `engines=True`"
             return pid_of(saved.controller)
         agent = pid_of(saved.agents[max(saved.agents, key=lambda host: host != "localhost")].process)
         if part == "agent":

@@ -1,9 +1,9 @@
 """A kernel as a program: it starts a cluster, trains on it, and waits to be killed.
 
-The cluster is kept unless its options differ. With `"attach": n` the kernel attaches to the cluster of that name. It then
+The cluster is kept unless its options differ. With `engines` its workers are ipyparallel's engines. With `"attach": n` the kernel attaches to the cluster of that name. It then
 prints the seconds until its imports were done, until it had the cluster, and until n workers trained.
 
-`python -m tests.process.kernel_program '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}}'`
+`python -m tests.process.kernel_program '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}, "engines": …}'`
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def main() -> None:
     options = {"keep": True, "cooldown": (0, 0), **settings["options"]}
     cluster = nbe.Cluster(settings["hosts"], name=settings["name"], **options)
     cluster.start(timeout=60)
+    if settings["engines"]:
+        assert cluster.client.ids
     if settings["program"] == "script":
         cluster.run_script(TRAIN, settings["folder"], MANY_STEPS, **settings["arguments"])
     elif settings["program"]:

@@ -74,7 +74,7 @@ def test_a_killed_driver_costs_no_step(kept):
 )
 def test_a_kernel_and_another_part_die(kept, part, first):
     """When a kernel and another process die, in either order, the next driver replaces the lost process."""
-    kernel = kept(hosts="localhost:2,127.0.0.2:1")
+    kernel = kept(hosts="localhost:2,127.0.0.2:1", engines=part == "controller")
     kernel.wait_for_steps(WORLD)
     victim = kernel.pid_of(part)
     if first == "kernel":
@@ -117,6 +117,7 @@ def test_a_cluster_without_a_kernel_ends_with_its_lease(kernel_is_killed, with_d
     kernel_is_killed(with_driver)
 
 
+@pytest.mark.cold  # an agent kills the processes of the cluster but its own, which the driver must know by its pid
 @pytest.mark.parametrize("with_driver", [False, True])
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
     """A cluster that is not kept ends at once with its kernel, whether or not its driver still runs."""
@@ -166,7 +167,7 @@ def test_a_kernel_that_exits_normally(kept):
 @pytest.mark.parametrize("part", ["worker", "agent", "controller"])
 def test_lost_processes_are_replaced_without_a_kernel(kept, part):
     """The driver replaces lost processes without a kernel; the next kernel finds a full world and the events."""
-    kernel = kept(hosts="localhost:2,127.0.0.2:1")
+    kernel = kept(hosts="localhost:2,127.0.0.2:1", engines=part == "controller")
     generation = kernel.wait_for_steps(WORLD)
     victim = kernel.pid_of(part)
     kernel.kill()

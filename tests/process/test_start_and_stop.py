@@ -162,6 +162,7 @@ from tests.process import programs
 if __name__ == "__main__":
     cluster = nbe.Cluster("localhost:2,127.0.0.2:1", min=3, log_dir=sys.argv[1]).start()
     if sys.argv[2] == "busy":
+        assert len(cluster.client.ids) == 3
         cluster.run(programs.train, sys.argv[1])
         while cluster.status().step < 5:
             time.sleep(0.05)
@@ -174,7 +175,7 @@ if __name__ == "__main__":
 @pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize("how", ["idle", "busy"])
 def test_a_killed_kernel_leaves_nothing(tmp_path, how):
-    """Within 10 s after SIGKILL of the kernel, its driver, agents, templates, workers and controller have ended."""
+    """Within 10 s after SIGKILL of the kernel, its driver, agents, templates, workers and any controller have ended."""
     with subprocess.Popen([sys.executable, "-c", KERNEL, str(tmp_path), how], stdout=subprocess.PIPE) as kernel:
         try:
             assert kernel.stdout.readline() == b"up\n"
