@@ -20,7 +20,7 @@ class EngineClient:
     def connected(self) -> Any:
         """Return the client when it knows the ready workers, which become engines when a client first asks for them.
 
-        ClusterStoppedError if the cluster does not run; UsageError during a job, if the workers are no engines yet.
+        ClusterStoppedError if the cluster does not run; UsageError during a job, if the workers are not engines yet.
         """
         found: requests.ControllerFound
         found = self._link.ask(requests.FindController(), CONTROLLER_TIMEOUT, "ipyparallel's controller", cancel=True)

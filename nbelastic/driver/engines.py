@@ -101,7 +101,7 @@ class Engines:
         return r.ControllerFound(controller.information("client"), connected)
 
     def _connect(self, w: WorkerId) -> None:
-        """Have a worker connect to the controller, if that runs and the worker is no engine yet."""
+        """Have a worker connect to the controller, if that runs and the worker is not an engine yet."""
         connection = self._controller.connection if self._controller is not None else ""
         if connection and not self._engines[w]:
             self._agents.open_ports(w.host, engine_ports(connection))

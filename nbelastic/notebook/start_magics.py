@@ -49,8 +49,7 @@ class StartMagics(ClusterMagics):
         if not is_hidden:
             self._show_dashboard()  # before the start, so that it shows what the start waits for
         self.cluster.start(wait=wait, timeout=timeout)
-        if wait:
-            self._activate_px()
+        self._register_px()
 
     @magic(
         "line",
@@ -76,7 +75,7 @@ class StartMagics(ClusterMagics):
             self._keep(variable, value)
         if not options.no_dashboard:
             self._show_dashboard()
-        self._activate_px()
+        self._register_px()
 
     @magic("line")
     def elastic_detach(self, _: Namespace) -> None:
@@ -115,7 +114,7 @@ class StartMagics(ClusterMagics):
             else:
                 self.cluster.stop()
 
-    def _activate_px(self) -> None:
+    def _register_px(self) -> None:
         """Have %px and %%px run on the workers of this cluster."""
         cluster = self._cluster()
 

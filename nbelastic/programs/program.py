@@ -119,17 +119,21 @@ class Runner:
         """Become an engine of this controller in the background. Once it is one, it connects to later controllers by itself."""
         engine = self._session.facts.engine
         if engine:
-            self._session.engine_connected(engine)
+            self._engine_connected(engine)
         elif self._engine is None or self._engine.done():
             self._engine = self._loop.create_task(self._become_engine(connection))
 
     async def _become_engine(self, connection: str) -> None:
         try:
             own = engine_connection(connection, self._tunnel)
-            await connect_engine(own, self._profile, self._session.engine_connected)
+            await connect_engine(own, self._profile, self._engine_connected)
         except Exception:  # noqa: BLE001  (training does not need the engine: this worker goes on)
             print("nbelastic: this worker cannot connect to ipyparallel's controller:", file=sys.stderr)
             traceback.print_exc(file=sys.stderr)
+
+    def _engine_connected(self, engine: str) -> None:
+        self._session.facts.engine = engine
+        self._session.link.send(worker_messages.EngineConnected(self._session.worker, engine))
 
     async def _run_cell(self, cell: cell_messages.Cell) -> None:
         session = self._session

@@ -234,7 +234,7 @@ class WorkerResponded(Event):
 
 
 class WorkerRegistered(Event):
-    """Driver → core: the worker's engine is connected and can run code."""
+    """Driver → core: the worker can run code."""
 
     worker: WorkerId
 

@@ -20,7 +20,7 @@ class Timeouts(Struct, frozen=True):
 
     agent: float = 120.0  # a host's agent connects; else the host is lost, and tried again
     environment: float = 1800.0  # an environment for the requirements is made; else the host is lost, and tried again
-    worker: float = 300.0  # a worker's engine connects; else the worker is replaced
+    worker: float = 300.0  # a worker can run code; else it is replaced
     settle: float = 1.0  # other starting workers are ready, beside a newcomer; else it does not wait for them
     grace: float = 1.0  # a lost worker explains a broken connection; else the generation breaks without explanation
     program: float = 3600.0  # programs reach the elastic function, while other members wait there; else the job fails

@@ -121,11 +121,6 @@ class Session:
         self.facts.is_ready = True
         self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), self._refused))
 
-    def engine_connected(self, engine: str) -> None:
-        """Tell the driver that this worker is ipyparallel's `engine`."""
-        self.facts.engine = engine
-        self.link.send(worker_messages.EngineConnected(self.worker, engine))
-
     def begin(self, job: str, program: int = 0) -> None:
         """Begin a program: drop what belongs to the last one. JobStoppedError if the job is over already."""
         self.warm_up.wait()
