@@ -76,8 +76,9 @@ def finish(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         return cluster
     if not job.ended:
         return end(cluster, "failed", "every rank that had finished was lost before its program ended", now, out)
-    missing = len(frozenset(job.ranks) - job.ended)
-    reason = f"{missing} of {len(job.ranks)} ranks did not finish" if missing else "every rank finished"
+    missing = len(frozenset(job.ranks) - job.ended) if job.ranks else job.at_once - len(job.ended)
+    count = len(job.ranks) or job.at_once
+    reason = f"{missing} of {count} ranks did not finish" if missing > 0 else "every rank finished"
     return end(cluster, "succeeded", reason, now, out)
 
 

@@ -112,7 +112,7 @@ def remove_from_job(
     lost_members = removed & cluster.member_set
     held_state = any(w in cluster.workers and cluster.workers[w].has_state for w in removed)
     if not alive:
-        cluster = _forget_workers(cluster, removed)
+        cluster = _forget_workers(_with_count(cluster, removed), removed)
     cluster = without(cluster, removed, "awaiting", "newcomers", "starting", "leaving", "suspects")
     job = cluster.active
     if job is None or not lost_members:
@@ -129,6 +129,15 @@ def remove_from_job(
     if not state_lives(cluster):
         return _fail_without_state(cluster, why, now, out)
     return cluster if cluster.stage is Stage.GATHERING else generation_end.break_generation(cluster, why, now, out)
+
+
+def _with_count(cluster: ClusterState, lost: frozenset[WorkerId]) -> ClusterState:
+    """Note how many results there would be without this loss, if the job's program has no elastic function."""
+    job = cluster.active
+    if job is None or job.formed or lost <= job.ended:
+        return cluster
+    results = job.ended | {w for w, worker in cluster.workers.items() if worker.job == job.name}
+    return replace(cluster, job=replace(job, at_once=len(results)))
 
 
 def _fail_without_state(cluster: ClusterState, why: str, now: float, out: Commands) -> ClusterState:

@@ -192,6 +192,7 @@ class Job(Struct, frozen=True):
     ended: frozenset[WorkerId] = frozenset()  # workers whose program has ended without an error
     asked_to_stop: frozenset[WorkerId] = frozenset()  # members that cannot finish, as others have finished
     ranks: tuple[WorkerId, ...] = ()  # members of its last world, the lost ones included: results are given by rank
+    at_once: int = 0  # without a world: how many workers ran or had run its program when one was lost last
     outcome: str = ""  # succeeded, failed, stopped
     reason: str = ""
     program: int = 0  # the number of its program: 0, or that of the last swap

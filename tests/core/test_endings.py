@@ -196,3 +196,20 @@ def test_a_surplus_worker_whose_program_is_stopped_leaves():
     assert wid("a/2#1") in story.cluster.stopped
     story.ended("a/0#1").quiet(2.0)
     assert (story.alive(), story.job.outcome) == (["a/0#1"], "succeeded")
+
+
+def test_the_missing_result_of_a_program_without_an_elastic_function_is_named():
+    """One of two workers is lost while both run it. The job ends with one result, and says that another is missing."""
+    story = Story("a:1", "b:1", min=1)
+    story.answer().submit()
+    story.send(ev.AgentLost("b", "its agent ended"))
+    story.ended("a/0#1")
+    assert (story.job.outcome, story.job.reason) == ("succeeded", "1 of 2 ranks did not finish")
+
+
+def test_a_replacement_gives_the_missing_result():
+    """The worker in the place of a lost one runs the program too, and the job ends with a result of each."""
+    story = Story("a:2", min=2)
+    story.answer().submit().kill("a/1#1").quiet(5.0)
+    story.ended("a/0#1", "a/1#2")
+    assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
