@@ -21,7 +21,7 @@ import psutil
 
 from nbelastic.provision import ssh
 from nbelastic.system.interfaces import address_towards
-from tests.support import warm_process
+from tests.support import warm_request
 from tests.support.warm_agents import WarmPopen
 
 IMAGE = "registry.lab/nbelastic:1"  # the only one that there is
@@ -221,7 +221,7 @@ class FakeNodes:
 def here(words):
     """The command on this machine. An agent is a fork of the tests' warm process, if there is one."""
     tunnelled = f"from nbelastic.tunnel.host import main; main(lambda: exec({ssh.AGENT!r}))"
-    names = {"python3": sys.executable, warm_process.AGENT: ssh.AGENT, ssh.TUNNELLED_AGENT: tunnelled}
+    names = {"python3": sys.executable, warm_request.AGENT: ssh.AGENT, ssh.TUNNELLED_AGENT: tunnelled}
     return [names.get(word, word) for word in words]
 
 

@@ -85,15 +85,16 @@ class Kernel:
 
     def pid_of(self, part: str) -> int:
         """The process of the controller, or of the agent, template or worker on the last host."""
-        saved = self.snapshot
         if part == "controller":
-            assert saved.controller, "start the kernel with `engines=True`"
-            return pid_of(saved.controller)
-        agent = pid_of(saved.agents[max(saved.agents, key=lambda host: host != "localhost")].process)
-        if part == "agent":
-            return agent
-        template = next(child for child in psutil.Process(agent).children() if child.children())
-        return template.pid if part == "template" else next(child.pid for child in template.children())
+            controller = self.snapshot.controller
+            assert controller, "start the kernel with `engines=True`"
+            return pid_of(controller)
+        newest = [line for line in self.steps() if line.get("generation") == self.steps()[-1]["generation"]]
+        worker = psutil.Process(
+            max(newest, key=lambda line: line["rank"])["pid"]
+        )  # ranks are in the order of the hosts
+        template = worker.parent()
+        return {"worker": worker, "template": template, "agent": template.parent()}[part].pid
 
     def kill(self) -> None:
         """Kill the kernel alone; the driver of a kept cluster goes on."""
@@ -124,17 +125,7 @@ class Kernel:
 
     def processes(self) -> dict[int, str]:
         """Pid and command line of each live process that the kernel has started, also through other processes."""
-        found = {}
-        wanted = f"{MARK}={self.name}".encode()
-        for entry in filter(str.isdecimal, os.listdir("/proc")):
-            try:
-                environment = Path(f"/proc/{entry}/environ").read_bytes()
-                command = Path(f"/proc/{entry}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if wanted in environment.split(b"\0") and int(entry) != self.process.pid and alive(int(entry)):
-                found[int(entry)] = command.replace(b"\0", b" ").decode(errors="replace")
-        return found
+        return {pid: command for pid, command in marked(self.name).items() if pid != self.process.pid}
 
     def steps(self) -> list[dict[str, Any]]:
         return AttachedTraining(None, None, self.folder).lines()
@@ -159,6 +150,21 @@ class Kernel:
         found = self.processes() | dict.fromkeys(descendants(), "started by this process")
         files = [str(path) for path in runs_folder().glob(f"{self.name}*")]
         return [*(f"{pid} {command}" for pid, command in found.items()), *files]
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Pid and command line of each live process that has this mark: a kernel, and all that it has started."""
+    found = {}
+    wanted = f"{MARK}={mark}".encode()
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            environment = Path(f"/proc/{entry}/environ").read_bytes()
+            command = Path(f"/proc/{entry}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if wanted in environment.split(b"\0") and alive(int(entry)):
+            found[int(entry)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
 
 
 class AttachedTraining(Training):

@@ -58,7 +58,6 @@ def test_a_killed_driver_costs_no_step(kept):
     training.cluster.stop()
 
 
-@pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize(
     ("part", "first"),
     [
@@ -163,7 +162,6 @@ def test_a_kernel_that_exits_normally(kept):
     training.cluster.stop()
 
 
-@pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize("part", ["worker", "agent", "controller"])
 def test_lost_processes_are_replaced_without_a_kernel(kept, part):
     """The driver replaces lost processes without a kernel; the next kernel finds a full world and the events."""

@@ -10,10 +10,9 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.protocol.exit_codes import HUNG
-from nbelastic.provision import ssh
 from tests.process import programs
 from tests.process.training import by_rank
-from tests.support.processes import alive, driver_pid
+from tests.support.processes import agent_of_worker, alive
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.on_both
@@ -228,14 +227,13 @@ def test_elastic_timeout_names_what_it_waited_for(trains):
     assert "in back-off" in str(error)
 
 
-@pytest.mark.cold
 @pytest.mark.on_both(seconds=20)
 def test_a_killed_agent_is_started_again_with_its_workers(trains):
     """When an agent is killed, its host and workers are lost; the others go on, and the host is started again."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     training.wait_for_world(3)
     remote = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
-    agent = psutil.Process(remote.pid).parent().parent()  # worker, template, agent
+    agent = agent_of_worker(remote)
     os.kill(agent.pid, signal.SIGKILL)
     until(lambda: events(training, "host-lost"))
     until(lambda: not alive(remote.pid), 5)
@@ -317,12 +315,10 @@ def test_a_state_without_a_model(trains):
     assert len(set(training.finish())) == 1
 
 
-@pytest.mark.cold
 def test_an_agent_that_dies_while_its_template_starts(make):
     """A template whose agent dies while the template starts ends too, and forks no worker."""
     cluster = make("127.0.0.2:1", min=1)
-    driver = psutil.Process(driver_pid(cluster))
-    (agent,) = [child for child in driver.children() if ssh.AGENT in child.cmdline()]
+    agent = agent_of_worker(cluster.workers[0])
 
     def templates(but: int = 0) -> list[psutil.Process]:
         others = [child for child in agent.children() if child.pid != but]

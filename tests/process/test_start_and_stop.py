@@ -17,7 +17,8 @@ import pytest
 import nbelastic as nbe
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from tests.process import programs
-from tests.support.processes import alive, driver_pid, leftovers, processes_of, run_folder
+from tests.process.kernel_process import MARK, marked
+from tests.support.processes import agent_of_worker, alive, driver_pid, leftovers, processes_of, run_folder
 from tests.support.waiting import until, until_none
 
 
@@ -114,7 +115,6 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
     job.stop()
 
 
-@pytest.mark.cold  # it reads the processes that the system lists
 def test_keys_are_kept(make):
     """No key is in a command line or in the workers' environment; only the owner can read the files."""
     cluster = make("localhost:2", min=2, keep=True)  # so that the driver snapshot has the keys
@@ -133,7 +133,8 @@ def test_keys_are_kept(make):
     ]
     assert len(set(engine_keys)) >= 2
     read = 0
-    for pid in processes_of(cluster) | children:
+    agent = agent_of_worker(cluster.workers[0])
+    for pid in {*processes_of(cluster), *children, agent.pid, *(child.pid for child in agent.children())}:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
@@ -172,30 +173,36 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.cold  # it finds processes by their parents
-@pytest.mark.parametrize("how", ["idle", "busy"])
-def test_a_killed_kernel_leaves_nothing(tmp_path, how):
+@pytest.fixture
+def start_kernel(tmp_path, monkeypatch):
+    """Start a kernel with a cluster. It has the mark `tmp_path`, and so has all that it starts."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    return lambda how, **options: subprocess.Popen(
+        [sys.executable, "-c", KERNEL, str(tmp_path), how], stdout=subprocess.PIPE, **options
+    )
+
+
+@pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=pytest.mark.cold)])
+def test_a_killed_kernel_leaves_nothing(tmp_path, start_kernel, how):
     """Within 10 s after SIGKILL of the kernel, its driver, agents, templates, workers and any controller have ended."""
-    with subprocess.Popen([sys.executable, "-c", KERNEL, str(tmp_path), how], stdout=subprocess.PIPE) as kernel:
+    with start_kernel(how) as kernel:
         try:
             assert kernel.stdout.readline() == b"up\n"
-            children = psutil.Process(kernel.pid).children(recursive=True)
-            assert len(children) > 7
+            assert len(marked(str(tmp_path))) > 7
         finally:
             kernel.kill()
-    until(lambda: not [child for child in children if alive(child.pid)], 10)
+    until_none(lambda: marked(str(tmp_path)), 10)
 
 
-@pytest.mark.cold  # it finds processes by their parents
-def test_a_script_that_ends_leaves_nothing(tmp_path):
+def test_a_script_that_ends_leaves_nothing(tmp_path, start_kernel):
     """A program that forgets to stop its cluster ends soon, without an error, and its cluster ends with it."""
-    command, errors = [sys.executable, "-c", KERNEL, str(tmp_path), "leaves"], tmp_path / "stderr"
-    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as kernel:
+    errors = tmp_path / "stderr"
+    with errors.open("w") as stderr, start_kernel("leaves", stderr=stderr) as kernel:
         assert kernel.stdout.readline() == b"up\n"
-        children = psutil.Process(kernel.pid).children(recursive=True)
+        assert len(marked(str(tmp_path))) > 7
         assert kernel.wait(timeout=5) == 0
     assert errors.read_text() == ""  # it ended without an error
-    until(lambda: not [child for child in children if alive(child.pid)], 5)
+    until_none(lambda: marked(str(tmp_path)), 5)
 
 
 @pytest.fixture

@@ -29,7 +29,9 @@ def descendants() -> set[int]:
     These are multiprocessing's resource tracker, and the warm process with its forks.
     """
     found = {child.pid for child in psutil.Process().children(recursive=True)}
-    return found - {resource_tracker._resource_tracker._pid} - warm_agents.process.family()
+    return (
+        found - {resource_tracker._resource_tracker._pid} - warm_agents.process.family() - warm_agents.drivers.family()
+    )
 
 
 def leftovers(pids: Iterable[int] = ()) -> list[str]:

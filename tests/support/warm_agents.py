@@ -1,7 +1,7 @@
-"""Agents that tests start are forks of one warm process, but for those of tests that are marked `cold`: see warm_process.py.
+"""Agents and drivers that tests start are forks of two warm processes, but for those of tests that are marked `cold`.
 
-The process starts with the first test of these folders. This pytest asks it by itself, other hosts by the code that ssh runs,
-and what tests start (kernels, terminals) by the variable TESTS_WARM.
+See warm_process.py. The processes start with the first test of these folders. This pytest asks them by itself, other hosts by
+the code that ssh runs, and what tests start (kernels, terminals) by the variable TESTS_WARM.
 """
 
 from __future__ import annotations
@@ -12,73 +12,63 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from nbelastic.client import driver_process
 from nbelastic.provision import process_agent, ssh
-from tests.support import startup, warm_process
+from tests.support import startup, warm_process, warm_request
+from tests.support.shown_process import ARGUMENT, VARIABLE
 
 ROOT = Path(__file__).parents[2]
 # Processes that must start fast know this text too, and import nothing of nbelastic's to compare. Were it another, all
 # agents would start cold without a word.
-assert ssh.AGENT == warm_process.AGENT
+assert ssh.AGENT == warm_request.AGENT
 assert f'"{ssh.AGENT}"' in Path(startup.FOLDER, "sitecustomize.py").read_text()
+HOME = str(Path(driver_process.__file__).parents[2])  # so that a warm process imports the same nbelastic as this one
 FOLDERS = ("browser", "hosts", "kubernetes", "notebooks", "process")
 
 
 class WarmProcess:
-    """Forks agents while `used` is true, once it was started."""
+    """Forks, once it was started."""
 
-    used = False
     pid = 0
 
+    def __init__(self, modules: Sequence[str], *options: str) -> None:
+        self._modules, self._options = modules, options
+
     def start(self) -> None:
-        startup.on_path()
         self._folder = tempfile.mkdtemp(prefix="warm-")
         self.address = f"{self._folder}/socket"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(128)
-            code = f"from tests.support.warm_process import serve; serve({listener.fileno()})"
+            code = f"import sys; sys.path[:0] = {[HOME, str(ROOT)]}; from tests.support.warm_process import serve; "
+            code += f"del sys.path[1]; serve({listener.fileno()}, {self._modules})"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # OpenBLAS would start threads as it is loaded
+                [sys.executable, *self._options, "-c", code, ARGUMENT],
+                # OpenBLAS would start threads as it is loaded
+                env={**os.environ, "OMP_NUM_THREADS": "1", **VARIABLE},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
             )
         self.pid = self._process.pid
-        assert self._process.stdout.readline() == b"ready\n", "the warm process has ended; its error is above"
-        process_agent.Popen = WarmPopen
 
-    def use(self, used: bool) -> None:
-        """From now on agents are forks, or not."""
-        self.used = used
-        ssh.AGENT = self.code() if used else warm_process.AGENT
-        if used:
-            os.environ["TESTS_WARM"] = self.address
-        else:
-            os.environ.pop("TESTS_WARM", None)
+    def wait(self) -> None:
+        """Until it can fork."""
+        assert self._process.stdout.readline() == b"ready\n", "the warm process has ended; its error is above"
 
     def end(self) -> None:
-        self.use(False)
-        process_agent.Popen = subprocess.Popen
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
         shutil.rmtree(self._folder)
-
-    def fork(self, code: str, cwd: str, environment: Mapping[str, str], fds: list[int]) -> int:
-        """The pid of a new child of this process that runs the code and has these standard descriptors."""
-        request = {"code": code, "cwd": cwd, "environment": dict(environment), "waits": False}
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self.address)
-            return warm_process.ask(connection, request, fds)
 
     def family(self) -> set[int]:
         """This process, and the agents that it has forked for other hosts, with their workers."""
@@ -89,37 +79,72 @@ class WarmProcess:
         except psutil.NoSuchProcess:
             return set()
 
-    def code(self) -> str:
-        """What a Python on another host runs to be an agent: it asks the warm process first.
 
-        sshd gives it an environment of its own, and the warm process serves only its equals.
-        """
-        ours = warm_process.decisive(os.environ)
-        if "TESTS_JITTER" in os.environ:
-            ours["TESTS_JITTER"] = os.environ["TESTS_JITTER"]
-        here = f"import os; os.environ.update({ours!r}); "
-        here += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm_process import join; del sys.path[0]"
-        return f"{here}; join({self.address!r}); {warm_process.AGENT}"
+process, drivers = WarmProcess(warm_process.AGENTS), WarmProcess(warm_process.DRIVERS, "-P")
+used = False
 
 
-process = WarmProcess()
+def start() -> None:
+    startup.on_path()
+    for one in (process, drivers):
+        one.start()
+    for one in (process, drivers):
+        one.wait()
+    process_agent.Popen = WarmPopen
+    driver_process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": WarmPopen})
+
+
+def end() -> None:
+    use(False)
+    process_agent.Popen = subprocess.Popen
+    driver_process.subprocess = subprocess
+    for one in (process, drivers):
+        one.end()
+
+
+def use(warm: bool) -> None:
+    """From now on agents and drivers are forks, or not."""
+    global used
+    used = warm
+    ssh.AGENT = code_of_hosts() if used else warm_request.AGENT
+    if used:
+        os.environ["TESTS_WARM"] = process.address
+    else:
+        os.environ.pop("TESTS_WARM", None)
+
+
+def code_of_hosts() -> str:
+    """What a Python on another host runs to be an agent: it asks the warm process first.
+
+    sshd gives it an environment of its own, and the warm process serves only its equals.
+    """
+    ours = warm_request.decisive(os.environ)
+    if "TESTS_JITTER" in os.environ:
+        ours["TESTS_JITTER"] = os.environ["TESTS_JITTER"]
+    here = f"import os; os.environ.update({ours!r}); "
+    here += (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm_request import join; del sys.path[0]"
+    )
+    return f"{here}; join({process.address!r}); {warm_request.AGENT}"
 
 
 TORCHRUN = "import runpy, sys; sys.argv[1:] = {!r}; runpy.run_module('torch.distributed.run', run_name='__main__')"
 
 
-def warm_code(args: Sequence[str]) -> str | None:
-    """What a fork of the warm process has to run in the place of this command, if it can."""
-    match args:
+def fork_of(command: Sequence[Any]) -> tuple[WarmProcess, str] | None:
+    """Which warm process can fork what this command starts, and what the fork has to run."""
+    match command:
         case [sys.executable, "-c", ssh.AGENT]:
-            return warm_process.AGENT
+            return process, warm_request.AGENT
         case [sys.executable, "-m", "torch.distributed.run", *arguments]:
-            return TORCHRUN.format(arguments)
+            return process, TORCHRUN.format(arguments)
+        case [sys.executable, "-P", "-c", driver_process.CODE, _]:
+            return drivers, driver_process.CODE
     return None
 
 
 class WarmPopen(subprocess.Popen):
-    """A process of this machine with streams of its own; an agent and a torchrun are forks of the warm process."""
+    """A process of this machine; an agent, a driver and a torchrun are forks of a warm process."""
 
     def _execute_child(
         self,
@@ -132,19 +157,30 @@ class WarmPopen(subprocess.Popen):
         environment: Any,
         *more: Any,
     ) -> None:
-        # *more: startupinfo, creationflags, shell, then two descriptors for each of the three streams
-        code = warm_code(list(args)) if process.used else None
-        if code is not None:
-            streams = more[3:9]
-            fds = [streams[0], streams[3], streams[5]]
+        # *more: startupinfo, creationflags, shell, two descriptors for each of the three streams, and six others
+        streams, session = more[3:9], more[14]
+        fork = fork_of(list(args)) if used else None
+        if fork is not None:
+            ends = {
+                number: end if end >= 0 else number for number, end in enumerate((streams[0], streams[3], streams[5]))
+            }
+            warm, code = fork
             try:
-                self.pid = process.fork(code, os.fspath(cwd or os.getcwd()), environment or os.environ, fds)
+                self.pid = warm_request.ask(
+                    warm.address,
+                    code,
+                    args,
+                    ends | {fd: fd for fd in pass_fds},
+                    cwd=os.fspath(cwd or os.getcwd()),
+                    environment=dict(environment or os.environ),
+                    session=session,
+                )
             except ConnectionRefusedError:
-                code = None
+                fork = None
             else:
                 self._child_created = True
                 self._close_pipe_fds(*streams)
-        if code is None:
+        if fork is None:
             super()._execute_child(args, executable, preexec, close, pass_fds, cwd, environment, *more)
 
 
@@ -152,11 +188,11 @@ class WarmPopen(subprocess.Popen):
 def pytest_runtest_setup(item: pytest.Item) -> None:
     warm_here = item.path.parent.name in FOLDERS and item.get_closest_marker("cold") is None
     if warm_here and not process.pid:
-        process.start()
-    if warm_here != process.used:
-        process.use(warm_here)
+        start()
+    if warm_here != used:
+        use(warm_here)
 
 
 def pytest_unconfigure() -> None:
     if process.pid:
-        process.end()
+        end()

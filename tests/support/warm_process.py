@@ -1,11 +1,16 @@
-"""A warm process imports torch once per test session and forks agents: importing torch takes each agent 2.5 s of processor time.
+"""A warm process has imported what its forks need: importing torch takes each agent 2.5 s of processor time.
 
-    pytest ── warm process          imports what nbelastic's template imports, then waits for requests
-       └───── agent ── template     both are forks of the warm process; from then on they run nbelastic's own code
+    pytest ─┬─ warm process          imports what nbelastic's template and agents import, then waits for requests
+            ├───── agent ── template     both are forks of the warm process; from then on they run nbelastic's own code
+            ├─ another one           imports what a driver imports, and not torch
+            └───── driver                a fork of that
 
-An agent of this machine is a child of pytest, as it would be without the warm process. An agent that sshd starts is a
-child of the warm process instead: the process that sshd has started waits for it and ends as it ends.
+A process that pytest starts is its child, as it would be without the warm process. An agent that sshd or a driver starts is
+a child of the warm process instead: the process that they have started waits for it and ends as it ends.
 Whatever an agent needs beyond its first template (another template after the first one died) starts the usual way.
+
+A fork has the modules that the warm process has imported. If its environment differs in a variable that nbelastic's modules
+have read as they were imported, it imports them again.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
+import gc
 import importlib
 import json
 import os
@@ -20,104 +27,58 @@ import platform
 import selectors
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any, NoReturn
 
-AGENT = "from nbelastic.agent.start import main; main()"
-LENGTH = struct.Struct("!q")
-DECISIVE = ("PYTHON", "TORCH", "LD_")  # variables that Python, torch and the linker read as they start
-IGNORED = (  # of these: what nbelastic sets for agents, which means nothing without a GPU, and what torch sets when it compiles
-    "TORCH_NCCL",
-    "TORCH_DIST_USE_NCCL2",
-    "TORCH_CPP_LOG_LEVEL",
-    "TORCHINDUCTOR_CACHE_DIR",
+from tests.support.shown_process import show
+from tests.support.warm_request import LENGTH, NAMESPACES, REFUSED, decisive
+
+AGENTS = (
+    "nbelastic.agent.start",
+    "nbelastic.agent.agent",
+    "nbelastic.programs.template",  # it prepares this process as it does a template
 )
-NAMESPACES = ("net", "uts", "mnt")
+DRIVERS = (
+    "nbelastic.driver.process",
+    "nbelastic.driver.driver",
+    "nbelastic.driver.metrics_server",
+    "nbelastic.driver.snapshot_writer",
+)
+TEMPLATE = "nbelastic.programs.template"
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 0)  # the number of the system call
 CLONE_PARENT = 0x8000
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
-REFUSED = 1 << 32  # the answer to a request from another environment; no exit code is as large
 start_program = util.spawnv_passfds
 
 
-def decisive(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that must be those of the warm process."""
-    chosen = (name for name in environment if name.startswith(DECISIVE) and not name.startswith(IGNORED))
-    return {name: environment[name] for name in chosen}
-
-
-def ask(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> int:
-    """Send a request with descriptors; the number that the warm process answers.
-
-    ConnectionRefusedError if it refuses the request, EOFError if it has ended.
-    """
-    data = json.dumps(request).encode()
-    socket.send_fds(connection, [LENGTH.pack(len(data))], fds)
-    connection.sendall(data)
-    answer = connection.recv(LENGTH.size, socket.MSG_WAITALL)
-    if len(answer) < LENGTH.size:
-        raise EOFError
-    number = int(LENGTH.unpack(answer)[0])
-    if number == REFUSED:
-        raise ConnectionRefusedError
-    return number
-
-
-def join(address: str) -> None:
-    """Have the warm process at `address` fork an agent in this process's namespaces; wait for it and end as it ends.
-
-    SIGTERM and SIGUSR1 are passed on to it.
-    Return if there is none, or if the environment here differs in what Python and torch read as they start. If the warm process
-    ends, its agent ends too. Then this process ends as well: the agent may have read its input.
-    """
-    descriptors = [0, 1, 2, *(os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES)]
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(address)
-            request = {"code": AGENT, "cwd": os.getcwd(), "environment": dict(os.environ), "waits": True}
-            for sig in PASSED_ON:
-                signal.signal(sig, lambda number, _: connection.send(bytes([number])))
-            code = ask(connection, request, descriptors)
-    except EOFError:
-        os._exit(1)
-    except OSError:
-        for sig in PASSED_ON:
-            signal.signal(sig, signal.SIG_DFL)
-        return
-    finally:
-        for fd in descriptors[3:]:
-            os.close(fd)
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def serve(listener: int) -> None:
-    """Be the warm process: fork an agent for each connection to this socket, until the standard input ends."""
-    Server(socket.socket(fileno=listener)).run()
+def serve(listener: int, modules: Sequence[str]) -> None:
+    """Be a warm process with these modules: fork for each connection to this socket, until the standard input ends."""
+    Server(socket.socket(fileno=listener), modules).run()
 
 
 class Server:
-    """What the warm process is made of: it has one thread, so that its forks are whole."""
+    """What a warm process is made of: it has one thread, so that its forks are whole."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._path, self._environment = sys.path[:], decisive(dict(os.environ))
-        importlib.import_module("nbelastic.programs.template")  # it prepares this process as it does a template
-        for name in [name for name in sys.modules if name.partition(".")[0] == "nbelastic"]:
-            del sys.modules[name]  # agents and templates import nbelastic's own modules themselves
+    def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
+        self._environment = decisive(dict(os.environ))
+        with variables_read() as read:
+            for name in modules:
+                importlib.import_module(name)
+        self._path = sys.path[1:]  # the first folder is that of these modules
+        self._read = {name: os.environ.get(name) for name in read}
+        sys.modules.pop(TEMPLATE, None)  # each template imports it, for what it does then
         sys.modules.pop("pynvml", None)  # torch has imported it; tests may give agents another one
         threads = len(os.listdir("/proc/self/task"))
         assert threads == 1, f"the imports have left {threads} threads: forks of such a process may hang"
+        gc.freeze()  # collections in the forks do not copy what they share
         self._listener = listener
         self._selector = selectors.DefaultSelector()
-        self._agents: dict[int, tuple[int, socket.socket]] = {}  # pid -> its pidfd, and the process that waits for it
+        self._waiting: dict[int, tuple[int, socket.socket]] = {}  # pid -> its pidfd, and the process that waits for it
 
     def run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -129,7 +90,7 @@ class Server:
 
     def _accept(self) -> None:
         with self._listener.accept()[0] as connection:
-            header, fds, _, _ = socket.recv_fds(connection, LENGTH.size, 16)
+            header, fds, _, _ = socket.recv_fds(connection, LENGTH.size, 32)
             text = connection.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL) if header else b""
             if not text.endswith(b"}"):  # its process was killed before it had sent the request
                 for fd in fds:
@@ -141,10 +102,11 @@ class Server:
                 pid = os.fork() if request["waits"] else fork_for_parent()
                 if pid == 0:
                     connection.close()
-                    os.setsid()
+                    if request["session"]:
+                        os.setsid()
                     os.close(says)
                     os.close(leads)
-                    self._become_agent(request, fds)
+                    self._become(request, dict(zip(request["fds"], fds, strict=True)))
                 os.close(says)
                 os.read(leads, 1)  # until it leads a group of its own, which is what is killed with it
                 os.close(leads)
@@ -160,20 +122,20 @@ class Server:
     def _watch(self, pid: int, waiting: socket.socket) -> None:
         """Tell the waiting process how the agent ends, and send the agent its signals. If it ends first, kill the agent."""
         pidfd = os.pidfd_open(pid)
-        self._agents[pid] = pidfd, waiting
+        self._waiting[pid] = pidfd, waiting
 
         def agent_ended() -> None:
-            if pid not in self._agents:  # both have ended, and select() has reported both at once
+            if pid not in self._waiting:  # both have ended, and select() has reported both at once
                 return
             _, status = os.waitpid(pid, 0)
-            for one in self._agents.pop(pid):
+            for one in self._waiting.pop(pid):
                 self._selector.unregister(one)
             os.close(pidfd)
             with contextlib.suppress(OSError), waiting:
                 waiting.sendall(LENGTH.pack(os.waitstatus_to_exitcode(status)))
 
         def waiting_calls() -> None:
-            if pid not in self._agents:
+            if pid not in self._waiting:
                 return
             try:
                 passed_on = waiting.recv(1)
@@ -186,22 +148,26 @@ class Server:
         self._selector.register(pidfd, selectors.EVENT_READ, agent_ended)
         self._selector.register(waiting, selectors.EVENT_READ, waiting_calls)
 
-    def _become_agent(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
+    def _become(self, request: dict[str, Any], fds: dict[int, int]) -> NoReturn:
+        """Be the process that is asked for. `fds`: each of its descriptors, and the namespaces by negative numbers."""
         self._selector.close()
         self._listener.close()
-        for pidfd, waiting in self._agents.values():
+        for pidfd, waiting in self._waiting.values():
             os.close(pidfd)
             waiting.close()
         for sig, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
             signal.signal(sig, handler)
-        for fd, wanted in zip(fds[:3], range(3), strict=True):
-            os.dup2(fd, wanted)
         libc = ctypes.CDLL(None, use_errno=True)
-        for fd, name in zip(fds[3:], NAMESPACES, strict=False):
-            here = os.path.samestat(os.fstat(fd), os.stat(f"/proc/self/ns/{name}"))
+        for place, name in enumerate(NAMESPACES, 1):
+            fd = fds.pop(-place, None)
+            here = fd is None or os.path.samestat(os.fstat(fd), os.stat(f"/proc/self/ns/{name}"))
             if not here and libc.setns(fd, 0):
                 raise OSError(ctypes.get_errno(), "setns")
-        os.closerange(3, max(fds) + 1)
+        free = max(*fds, *fds.values()) + 1
+        high = {wanted: fcntl.fcntl(fd, fcntl.F_DUPFD, free) for wanted, fd in fds.items()}
+        for wanted, fd in high.items():
+            os.dup2(fd, wanted)
+        close_all_but(fds)
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
@@ -209,10 +175,19 @@ class Server:
         platform._uname_cache = None  # it has the warm process's host name
         sys.path[:] = self._path
         util.spawnv_passfds = self._spawn
-        if "TESTS_JITTER" in os.environ:  # see tests/support/jitter.py
+        self._show(request["command"])
+        if "TESTS_JITTER" in os.environ and "nbelastic.agent.start" in request["code"]:  # see tests/support/jitter.py
             jitter = importlib.import_module("sitecustomize")
             jitter.late(jitter.AGENT_LATE)
-        run(request["code"])
+        run(request["code"], request["command"])
+
+    def _show(self, command: Sequence[str]) -> None:
+        """Seem to have been started by this command, in the environment of this moment."""
+        show(command, os.environ)
+        sys.orig_argv[:] = command
+        if any(os.environ.get(name) != value for name, value in self._read.items()):
+            for name in [name for name in sys.modules if name.partition(".")[0] == "nbelastic"]:
+                del sys.modules[name]
 
     def _spawn(self, path: bytes, arguments: list[str], fds: list[int]) -> int:
         """In an agent, in place of multiprocessing's own: the first template is a fork, and all else starts as ever."""
@@ -222,19 +197,47 @@ class Server:
         util.spawnv_passfds = start_program
         pid = os.fork()
         if pid == 0:
-            self._become_template(arguments[-1], fds)
+            self._become_template(arguments, fds)
         return pid
 
-    def _become_template(self, code: str, fds: list[int]) -> NoReturn:
-        first = 3
-        for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
-            os.closerange(first, fd)
-            first = fd + 1
+    def _become_template(self, command: list[str], fds: list[int]) -> NoReturn:
+        close_all_but(fds)
         forkserver._forkserver.__init__()  # a fresh interpreter has no server and no tracker yet
         resource_tracker._resource_tracker.__init__()
         sys.path[:] = self._path
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read that already
-        run(code)
+        command = [os.fsdecode(word) for word in command]
+        self._show(command)
+        run(command[-1], command)
+
+
+@contextlib.contextmanager
+def variables_read() -> Iterator[set[str]]:
+    """The environment variables that nbelastic's modules read in this block; the template is imported again anyway."""
+    plain, found = os._Environ.__getitem__, set[str]()
+
+    def noted(self: Any, name: str) -> str:
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals.get("__name__") in ("os", "_collections_abc"):
+            frame = frame.f_back
+        reader = str(frame.f_globals.get("__name__"))
+        if reader.partition(".")[0] == "nbelastic" and reader != TEMPLATE:
+            found.add(name)
+        return plain(self, name)
+
+    os._Environ.__getitem__ = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        os._Environ.__getitem__ = plain  # type: ignore[method-assign]
+
+
+def close_all_but(kept: Iterable[int]) -> None:
+    """Close all other descriptors but those of the standard streams."""
+    first = 3
+    for fd in (*sorted(fd for fd in kept if fd >= first), os.sysconf("SC_OPEN_MAX")):
+        os.closerange(first, fd)
+        first = fd + 1
 
 
 def fork_for_parent() -> int:
@@ -251,11 +254,12 @@ def fork_for_parent() -> int:
     return pid
 
 
-def run(code: str) -> NoReturn:
-    """Run this text as `python -c` does, and end this process as that would end."""
+def run(code: str, command: Sequence[str]) -> NoReturn:
+    """Run this text as `python -c` in the command does, and end this process as that would end."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    sys.argv[:] = ["-c"]
+    if "-c" in command:
+        sys.argv[:] = ["-c", *command[command.index("-c") + 2 :]]
     status = 0
     try:
         exec(code, main.__dict__)

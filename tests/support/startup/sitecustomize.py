@@ -7,8 +7,6 @@ TESTS_JITTER: the seed of `pytest --jitter SEED`: see tests/support/jitter.py.
 from __future__ import annotations
 
 import os
-import random
-import selectors
 import sys
 import time
 
@@ -18,13 +16,17 @@ AGENT_LATE, WORKER_LATE = 5.0, 2.5  # seconds that they start late at most
 
 _agent = sys.orig_argv[-2:] == ["-c", "from nbelastic.agent.start import main; main()"]
 _seed = os.environ.get("TESTS_JITTER", "")
-_random = random.Random(f"{_seed} {sys.orig_argv[1:]}")
+if _seed:  # each Python process of the tests imports this file
+    import random
+    import selectors
+
+    _random = random.Random(f"{_seed} {sys.orig_argv[1:]}")
 
 
 def become_warm() -> None:
     """Have the warm process fork the agent, and end as that ends; return if there is no warm process."""
     sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))
-    from tests.support.warm_process import join
+    from tests.support.warm_request import join
 
     del sys.path[0]
     join(os.environ["TESTS_WARM"])
