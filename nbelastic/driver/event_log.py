@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.core import commands as cmd
+from nbelastic.core import replay
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.json_encoding import encode
@@ -54,9 +55,9 @@ class EventLog:
     def close(self) -> None:
         self._file.close()
 
-    def note(self, event: ev.Event, now: float) -> None:
-        """Write the input of `step`: a test can replay a bug from the file."""
-        self._write({"at": now, "event": msgspec.to_builtins(event)})
+    def note(self, entry: ev.Event | replay.Begins, now: float) -> None:
+        """Write the input of `step`, or the state from which this driver begins: `nbelastic replay` steps through them."""
+        self._write(replay.line_of(now, entry))
 
     def note_symptom(self, event: ev.Event, now: float) -> None:
         """Before `step` decides on an event: note the time if the event is the first symptom of a break."""
