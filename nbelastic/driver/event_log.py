@@ -73,11 +73,12 @@ class EventLog:
         """No worker is suspected any more."""
         self._symptom_at = self._silence = 0.0
 
-    def record(self, command: cmd.Record, now: float, size: int, took: dict[str, float] | None = None) -> None:
-        """Add a record for users. `size`: of the world."""
-        record = EventRecord(
-            time.time(), command.kind, command.text, command.host, command.worker, command.generation, took or {}, size
-        )
+    def record(
+        self, command: cmd.Record, now: float, size: int, took: dict[str, float] | None = None, repeated: int = 0
+    ) -> None:
+        """Add a record for users. `size`: of the world. `repeated`: see `EventRecord`."""
+        place = command.host, command.worker, command.generation
+        record = EventRecord(time.time(), command.kind, command.text, *place, took or {}, size, repeated)
         self.records.append(record)
         self.count += 1
         self.counts[record.kind] += 1
@@ -115,16 +116,22 @@ class EventLog:
         for phase, took in event.took.items():
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
-    def note_first_step(self, message: worker_messages.WorkerProgress, now: float, size: int) -> None:
-        """Record the first commit of a generation, with the times of all phases. Later calls do nothing."""
+    def note_first_step(self, message: worker_messages.WorkerProgress, now: float, size: int, made: int) -> None:
+        """Record the first commit of a generation, with the times of all phases. Later calls do nothing.
+
+        `made`: the newest commit that a member had made before.
+        """
         if not self._formed_at:
             return
         took = {**self._took, "first step": message.first or 0.0}
         if self._leave_at:
             took["all"] = (now - self._leave_at) * 1000 + took.get("detect", 0.0)
         self._formed_at = self._leave_at = 0.0
-        text = f"first step of generation {message.generation}: commit {message.commit}"
-        self.record(cmd.Record("training", text, generation=message.generation), now, size, took)
+        continued = message.copies.continued if message.copies is not None else None
+        repeated = max(0, made - (continued.commit if continued is not None else message.commit - 1))
+        again = f", {repeated} commit{'' if repeated == 1 else 's'} made again" if repeated else ""
+        text = f"first step of generation {message.generation}: commit {message.commit}{again}"
+        self.record(cmd.Record("training", text, generation=message.generation), now, size, took, repeated)
 
     def _open(self) -> FileIO:
         return FileIO(append_private(self._path), "ab")

@@ -52,6 +52,7 @@ PURE = [
             "connection_events",
             "cluster_limits",
             "timeouts",
+            "chaos",
         )
     ),
     *(
