@@ -50,7 +50,7 @@ class FaultOutcome:
 class ChaosReport:
     """What `Cluster.chaos` has found. Times in seconds; `begun`: since 1970.
 
-    `goodput`: the share of `seconds` in which steps were made, between 0 and 1, and `longest_standstill` without a step. Both,
+    `goodput`: the share of `seconds` in which steps were made, between 0 and 1, and `longest_without_step` without a step. Both,
     and `steps_lost`, are None if the program makes no commits that the driver knows of. `withheld`: how many faults were not
     injected, and `withheld_because` of the last one. `ended`: why no more faults are injected.
     """
@@ -61,7 +61,7 @@ class ChaosReport:
     seconds: float
     faults: tuple[FaultOutcome, ...]
     goodput: float | None
-    longest_standstill: float | None
+    longest_without_step: float | None
     steps_lost: int | None
     withheld: int
     withheld_because: str
@@ -88,10 +88,10 @@ class ChaosReport:
 
     def _lines(self) -> list[str]:
         if self.goodput is None:
-            figures = "goodput, standstills and lost steps are not known: the program makes no commits"
+            figures = "goodput, times without a step and lost steps are not known: the program makes no commits"
         else:
-            still, lost = seconds_text(self.longest_standstill or 0.0), self.steps_lost
-            figures = f"goodput {self.goodput:.2%} · longest standstill {still} · {lost} steps lost"
+            still, lost = seconds_text(self.longest_without_step or 0.0), self.steps_lost
+            figures = f"goodput {self.goodput:.2%} · longest time without a step {still} · {lost} steps lost"
         times = "once" if self.withheld == 1 else f"{self.withheld} times"
         withheld = [f"withheld {times}: {self.withheld_because}"] if self.withheld else []
         unknown = [f"not known: {fault}" for fault in self.faults if fault.survived is None]
@@ -147,7 +147,7 @@ def report(
 ) -> ChaosReport:
     """The report about the time from `begun` to `end`, of which these are the records."""
     faults, seconds = tuple(outcomes(records, unresolved)), max(end - begun, 1e-9)
-    still = list(_standstills(records, faults, begun, end))
+    still = list(_times_without_step(records, faults, begun, end))
     return ChaosReport(
         cluster,
         seed,
@@ -174,7 +174,7 @@ def _kind(record: EventRecord) -> FaultKind | None:
     return next((kind for kind in KINDS if record.kind == f"fault-{kind}"), None)
 
 
-def _standstills(
+def _times_without_step(
     records: Iterable[EventRecord], faults: Iterable[FaultOutcome], begun: float, end: float
 ) -> list[tuple[float, float]]:
     """The times without a step, which do not overlap: from faults to their next steps, and planned changes of the world.

@@ -93,17 +93,17 @@ class ClusterView:
         duration: float | None = None,
         seed: int | None = None,
         below_min: bool = False,
-        on_line: Callable[[str], object] = print,
+        on_line: Callable[[str], object] | None = None,
         by: str = "you",
     ) -> ChaosReport:
         """Inject faults about every `every` seconds for `duration` seconds (None: until the job ends), and report what they led to.
 
-        Kinds: `kill` and `stop` a worker's process, kill the agent of a `host`. `on_line(text)` gets one line per fault. Ctrl-C
-        ends it. At least `min` workers stay, except with `below_min`. `seed` makes the same choices again. UsageError if the
-        cluster was not started with `chaos=True`, or if no job runs.
+        Kinds: `kill` and `stop` a worker's process, kill the agent of a `host`. `on_line(text)` gets one line per fault; without
+        it they are printed. Ctrl-C ends it. At least `min` workers stay, except with `below_min`. `seed` makes the same choices
+        again. UsageError if the cluster was not started with `chaos=True`, or if no job runs.
         """
         chosen = plan(every=every, kinds=kinds, duration=duration, seed=seed, below_min=below_min, by=by)
-        return Chaos(self._link, self._subscriptions, self.numbered_events, chosen, on_line).run()
+        return Chaos(self._link, self._subscriptions, self.numbered_events, chosen, on_line or print).run()
 
     def trace(self) -> dict[str, Any]:
         """The event log as Chrome trace JSON: write it to a file and open that in Perfetto."""

@@ -45,7 +45,7 @@ def test_two_faults_may_share_a_recovery():
     assert [each.steps_lost for each in found.faults] == [4, 0]
     assert found.steps_lost == 4
     assert round(found.goodput, 6) == 0.98, "the times overlap"
-    assert round(found.longest_standstill, 6) == 2.0
+    assert round(found.longest_without_step, 6) == 2.0
 
 
 def test_a_job_that_fails_has_not_survived():
@@ -65,8 +65,8 @@ def test_a_job_that_ends_otherwise(kind, survived):
     assert (one.survived, one.recovery) == (survived, None)
 
 
-def test_planned_changes_count_as_standstills_without_their_leave_phase():
-    """A replacement that joins costs a short standstill; while members agree on a commit they train on."""
+def test_planned_changes_count_as_times_without_step_without_their_leave_phase():
+    """A replacement that joins costs a short time without a step; while members agree on a commit they train on."""
     found = report_on(step(50, 3, took=1.5, leave=0.5))
     assert round(found.goodput, 6) == 0.99
     assert found.faults == ()
@@ -75,7 +75,7 @@ def test_planned_changes_count_as_standstills_without_their_leave_phase():
 def test_without_known_steps_the_report_says_so():
     """A program that makes no commits has no goodput, and its faults no outcome: the report does not guess."""
     found = report_on(fault(10), steps_known=False, unresolved=(None, "the job goes on"))
-    assert (found.goodput, found.longest_standstill, found.steps_lost) == (None, None, None)
+    assert (found.goodput, found.longest_without_step, found.steps_lost) == (None, None, None)
     assert "not known: the program makes no commits" in repr(found)
     assert "kill a/0#1: not known: the job goes on" in repr(found)
 

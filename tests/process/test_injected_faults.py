@@ -25,7 +25,7 @@ def test_a_training_survives_injected_faults(trains):
     assert report.not_survived == ()
     assert report.steps_lost == 0
     assert 0 < report.goodput < 1
-    assert max(fault.recovery or 0 for fault in report.faults) <= report.longest_standstill + 1e-6
+    assert max(fault.recovery or 0 for fault in report.faults) <= report.longest_without_step + 1e-6
     hit = [fault.worker for fault in report.faults if fault.worker in pids]
     assert hit
     until(lambda: not any(map(psutil.pid_exists, (pids[w] for w in hit))), what="the workers that were hit to end")
