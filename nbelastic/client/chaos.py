@@ -10,7 +10,7 @@ from typing import get_args
 
 from msgspec import Struct
 
-from nbelastic.client.chaos_report import ChaosReport, FaultOutcome, outcomes, report
+from nbelastic.client.chaos_report import ChaosReport, outcomes, report
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.errors import ClusterStoppedError, DriverLostError, UsageError
@@ -123,7 +123,7 @@ class Chaos:
                 self._wait_until(changed, min(give_up, time.monotonic() + CHECK_INTERVAL))
             if refusal:
                 self._withheld, self._withheld_because = self._withheld + 1, refusal
-                self._show(f"fault {self._number} is withheld: {refusal}")
+                self._show(f"{_clock(time.time())} fault {self._number} is withheld: {refusal}")
         return self._over() or f"{plan.duration:g} s are over"
 
     def _pause(self, number: int) -> float:
@@ -183,11 +183,13 @@ class Chaos:
                 continue
             if fault.survived is not None or fault.why:
                 self._shown.add(fault.time)
-                self._show(f"{_clock(fault)} {fault}")
+                self._show(f"{_clock(fault.time)} {fault}")
             elif self._steps_known and time.time() - fault.time > LATE and fault.time not in self._late:
                 self._late.add(fault.time)
-                self._show(f"{_clock(fault)} {fault.kind} {fault.victim}: no step yet: {self._link.status().reason}")
+                self._show(
+                    f"{_clock(fault.time)} {fault.kind} {fault.victim}: no step yet: {self._link.status().reason}"
+                )
 
 
-def _clock(fault: FaultOutcome) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(fault.time))
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))

@@ -35,7 +35,8 @@ class FaultOutcome:
 
     @property
     def victim(self) -> str:
-        return self.worker or f"the host {self.host}"
+        """The worker's or host's name."""
+        return self.worker or self.host
 
     def __str__(self) -> str:
         """One line."""
@@ -83,7 +84,8 @@ class ChaosReport:
 
     def _headline(self) -> str:
         survived = sum(fault.survived is True for fault in self.faults)
-        count = f"{survived} of {len(self.faults)} faults survived"
+        unknown = sum(fault.survived is None for fault in self.faults)
+        count = f"{survived} of {len(self.faults)} faults survived{f', {unknown} not known,' if unknown else ''}"
         return f"chaos on {self.cluster}: {count} in {seconds_text(self.seconds)} (seed {self.seed})"
 
     def _lines(self) -> list[str]:
@@ -94,9 +96,8 @@ class ChaosReport:
             figures = f"goodput {self.goodput:.2%} · longest time without a step {still} · {lost} steps lost"
         times = "once" if self.withheld == 1 else f"{self.withheld} times"
         withheld = [f"withheld {times}: {self.withheld_because}"] if self.withheld else []
-        unknown = [f"not known: {fault}" for fault in self.faults if fault.survived is None]
-        failed = [str(fault) for fault in self.not_survived]
-        return [figures, *failed, *unknown, *withheld, f"ended: {self.ended}"]
+        others = [str(fault) for fault in self.faults if fault.survived is None or fault in self.not_survived]
+        return [figures, *others, *withheld, f"ended: {self.ended}"]
 
 
 def outcomes(records: Sequence[EventRecord], unresolved: tuple[bool | None, str] = (None, "")) -> list[FaultOutcome]:

@@ -52,9 +52,9 @@ def test_a_job_that_fails_has_not_survived():
     """The reason is that of the job's end."""
     found = report_on(fault(10), step(11, 2), fault(20, "host", generation=2), ended(30, "job-failed"), seconds=30.0)
     (failed,) = found.not_survived
-    assert (failed.kind, failed.victim, failed.why) == ("host", "the host a", "job-1 failed: no")
+    assert (failed.kind, failed.victim, failed.why) == ("host", "a", "job-1 failed: no")
     assert "1 of 2 faults survived" in repr(found)
-    assert "host the host a: not survived: job-1 failed: no" in repr(found)
+    assert "host a: not survived: job-1 failed: no" in repr(found)
     assert round(found.goodput, 3) == round(1 - 11 / 30, 3)
 
 
@@ -77,7 +77,8 @@ def test_without_known_steps_the_report_says_so():
     found = report_on(fault(10), steps_known=False, unresolved=(None, "the job goes on"))
     assert (found.goodput, found.longest_without_step, found.steps_lost) == (None, None, None)
     assert "not known: the program makes no commits" in repr(found)
-    assert "kill a/0#1: not known: the job goes on" in repr(found)
+    assert "0 of 1 faults survived, 1 not known, in" in repr(found)
+    assert "kill a/0#1: not known: the job goes on" in repr(found).splitlines()
 
 
 def test_the_views_have_the_same_facts():
