@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections import deque
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,8 @@ from nbelastic.agent.host_addresses import addresses_by_preference
 from nbelastic.agent.nodes import Nodes
 from nbelastic.agent.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.agent.prober import Prober, endpoint
-from nbelastic.agent.protocol import KILL_AFTER, Action, End, Fork, Protocol, Send, SendHello, Signal
+from nbelastic.agent.protocol import KILL_AFTER, Action, End, Fork, Harm, Protocol, Send, SendHello, Signal
+from nbelastic.agent.worker_process import WorkerProcess
 from nbelastic.protocol import agent_messages, code_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import EnvironmentReported
@@ -64,12 +64,6 @@ MESSAGE_TIMEOUT = 300.0  # seconds in which the main thread handles a message; t
 ENTRY = ("nbelastic.programs.boot", "boot")  # by name: the agent must not import it
 
 
-class _WorkerProcess:
-    def __init__(self, process: BaseProcess, gpu: str) -> None:
-        self.process, self.gpu = process, gpu
-        self.stats = psutil.Process(process.pid)
-
-
 class Agent:
     """Runs until it must end. The caller's thread handles workers; the link's thread handles probes and new addresses."""
 
@@ -78,7 +72,7 @@ class Agent:
         self._inbox: deque[messages.Message] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
-        self._workers: dict[WorkerId, _WorkerProcess] = {}
+        self._workers: dict[WorkerId, WorkerProcess] = {}
         self._gpus = Gpus()
         self._reported_gpus: tuple[Gpu, ...] = ()
         self._waiting: dict[WorkerId, tuple[agent_messages.Spawn, float]] = {}  # for modules; for a GPU until then
@@ -321,6 +315,10 @@ class Agent:
                     self._spawn(order)
                 case Signal(worker=w, kill=kill):
                     kill_group(self._workers[w].process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
+                case Harm(worker=WorkerId() as w, stop=stop):
+                    self._workers[w].harm(stop=stop)
+                case Harm():
+                    os.kill(os.getpid(), signal.SIGKILL)
                 case End():
                     self._done = True
 
@@ -353,7 +351,7 @@ class Agent:
         process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
         assert process.pid is not None
         try:
-            self._workers[order.worker] = _WorkerProcess(process, order.gpu)
+            self._workers[order.worker] = WorkerProcess(process, order.gpu)
         except psutil.NoSuchProcess:  # it has ended since start()
             self._carry_out(self._protocol.exited(order.worker, process.exitcode or 1))
             return

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.chaos import STOPPED_FOR, FaultKind
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.timeouts import LAST_CHECKPOINT, OWNER_ENDED
 
@@ -48,6 +49,13 @@ class Signal(Action):
 
     worker: WorkerId
     kill: bool
+
+
+class Harm(Action):
+    """Send SIGKILL, or with `stop` SIGSTOP, to the worker's process; without a worker, SIGKILL to the agent itself."""
+
+    worker: WorkerId | None
+    stop: bool = False
 
 
 class End(Action):
@@ -101,6 +109,8 @@ class Protocol:
                     return [Send(ev.WorkerExited(w, 0))]
                 worker.kill_at = now if kill else now + KILL_AFTER
                 return [Signal(w, kill)]
+            case agent_messages.InjectFault(kind=kind, worker=w):
+                return self._harm(kind, w, now)
             case messages.NewDriver(term=term) if term >= self._term:
                 self._term = term
                 for worker in self._workers.values():
@@ -111,6 +121,17 @@ class Protocol:
             case agent_messages.StopAgent():
                 return [End()]
         return []
+
+    def _harm(self, kind: FaultKind, w: WorkerId | None, now: float) -> list[Action]:
+        """Harm a worker that runs. One that is stopped never stays so: see `check_states`."""
+        if w is None:
+            return [Harm(None)]
+        worker = self._workers.get(w)
+        if worker is None or worker.kill_at:  # it has ended, or is about to
+            return []
+        if kind == "stop":
+            worker.kill_at = now + STOPPED_FOR
+        return [Harm(w, stop=kind == "stop")]
 
     def terminated(self, at: float, now: float) -> list[Action]:
         """SIGTERM came: the agent will end, but its workers may leave at a commit before. At the second one it ends at once."""

@@ -11,6 +11,7 @@ from io import TextIOWrapper
 import msgspec
 
 from nbelastic.cli.follow import TAIL, Output, follow_all, follow_job
+from nbelastic.cli.replay import EventLogFile, show
 from nbelastic.client.cluster import Cluster
 from nbelastic.client.doctor import examine
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
@@ -154,6 +155,17 @@ def _doctor(options: Namespace) -> None:
         raise HostError("not all is well: the lines marked `wrong` say what to do.")
 
 
+def _replay(options: Namespace) -> None:
+    lines = EventLogFile(options.file)
+    if options.share or options.test:
+        if options.share:
+            print(lines.share(options.share))
+        if options.test:
+            print(lines.write_test(options.test, options.last))
+    elif not show(lines, options.first, options.last, options.only):
+        raise NbelasticError("the last event made `step` raise an error: this is a bug of nbelastic.")
+
+
 def _attached(options: Namespace) -> Cluster:
     if options.name is None and len(names := [info.name for info in Cluster.all()]) > 1:
         raise UsageError(f"say which cluster: {', '.join(names)}.")
@@ -204,8 +216,24 @@ def _parser() -> ArgumentParser:
     )
     doctor.add_argument("hosts", nargs="*", metavar="HOST", help="name or user@name, as ssh knows it")
     doctor.add_argument("--python", metavar="PATH", help="Python on the other hosts (default: this one's path)")
+    _add_replay(command)
     command("attach", _attach, "Show events and output as they arrive, until Ctrl-C; the cluster goes on.")
     return parser
+
+
+def _add_replay(command: Callable[..., ArgumentParser]) -> None:
+    text = "Step through the decisions of a cluster's event log (events.jsonl in its log folder)."
+    options = command("replay", _replay, text, name_count=None)
+    options.add_argument("file", metavar="FILE", help="the event log")
+    options.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="print from event N on")
+    options.add_argument("--until", dest="last", type=int, metavar="N", help="stop after event N")
+    options.add_argument("--only", metavar="TEXT", help="print only events and decisions that name this worker or host")
+    options.add_argument(
+        "--share", metavar="FILE", help="write a copy for a bug report: without texts of your program; print nothing"
+    )
+    options.add_argument(
+        "--test", metavar="FILE", help="write a pytest test that replays the log, and such a copy beside it"
+    )
 
 
 def _add_host_commands(command: Callable[..., ArgumentParser]) -> None:

@@ -59,7 +59,7 @@ class Cluster(ClusterView):
 
     With `keep` the cluster outlives this process; `Cluster.attach` connects to it from another one. After `lease` seconds
     without a client it ends, with a last checkpoint if the job has checkpoints. `metrics_port`: serve OpenMetrics on this
-    port of 127.0.0.1, beside the socket in the run folder.
+    port of 127.0.0.1, beside the socket in the run folder. `chaos`: allow `chaos()` to inject faults.
 
     `start()` or `with` starts the cluster. Each call returns at once, or its text says what it waits for.
     """
@@ -96,6 +96,7 @@ class Cluster(ClusterView):
         code_sync: bool = True,
         code_folders: Sequence[str] = (),
         requirements: str | Path | Sequence[str] | None = None,
+        chaos: bool = False,
     ) -> None:
         configuration = configure({name: value for name, value in locals().items() if name != "self"})
         self.name = configuration.settings.name

@@ -1,22 +1,25 @@
-"""What a cluster shows: its status, events and stacks."""
+"""What a cluster shows: its status, events and stacks, and what it survives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbelastic.client.chaos import Chaos, plan
+from nbelastic.client.chaos_report import ChaosReport
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.engine_client import EngineClient
 from nbelastic.client.notebook_line import in_notebook
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.protocol import requests
+from nbelastic.protocol.chaos import KINDS
 from nbelastic.protocol.report_history import ReportHistory
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
 class ClusterView:
-    """The part of `Cluster` that changes nothing."""
+    """The part of `Cluster` that watches it."""
 
     name: str
     _link: DriverLink
@@ -81,6 +84,26 @@ class ClusterView:
         """As `stacks`, but without waiting: `done(stacks)` is called in another thread, and must not block."""
         answer = self._link.running().request(requests.ShowStacks(timeout))
         answer.add_done_callback(lambda future: done([] if future.exception() else future.result()))
+
+    def chaos(
+        self,
+        every: float = 60.0,
+        kinds: str | Sequence[str] = KINDS,
+        *,
+        duration: float | None = None,
+        seed: int | None = None,
+        below_min: bool = False,
+        on_line: Callable[[str], object] | None = None,
+        by: str = "you",
+    ) -> ChaosReport:
+        """Inject faults about every `every` seconds for `duration` seconds (None: until the job ends), and report what they led to.
+
+        Kinds: `kill` and `stop` a worker's process, kill the agent of a `host`. `on_line(text)` gets one line per fault; without
+        it they are printed. Ctrl-C ends it. At least `min` workers stay, except with `below_min`. `seed` makes the same choices
+        again. UsageError if the cluster was not started with `chaos=True`, or if no job runs.
+        """
+        chosen = plan(every=every, kinds=kinds, duration=duration, seed=seed, below_min=below_min, by=by)
+        return Chaos(self._link, self._subscriptions, self.numbered_events, chosen, on_line or print).run()
 
     def trace(self) -> dict[str, Any]:
         """The event log as Chrome trace JSON: write it to a file and open that in Perfetto."""

@@ -35,7 +35,7 @@ from nbelastic.system.gpu_count import visible_gpus
 
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: 1 lets several ranks use one GPU
 _numbers = itertools.count(1)  # for names of clusters that the user has not named
-_ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep", "code_sync", "requirements")
+_ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep", "code_sync", "requirements", "chaos")
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         code_sync=bool(given["code_sync"]),
         code_folders=_folders(given["code_folders"]),
         requirements=given["requirements"],
+        chaos=bool(given["chaos"]),
     )
 
 

@@ -20,6 +20,7 @@ from nbelastic.driver.discoveries import Discoveries
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.driver.engines import Engines
 from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.faults import Faults
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.liveness import Liveness
@@ -90,6 +91,7 @@ class Components:
             jobs=self.jobs,
             state_pulls=self.state_pulls,
             debuggers=self.debuggers,
+            faults=Faults(self.agents, shared.cluster, shared.record, is_allowed=settings.chaos),
             telemetry=shared.telemetry,
             pending=shared.pending,
             discoveries=self.discoveries,

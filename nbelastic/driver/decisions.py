@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.replay import Started
 from nbelastic.core.state import ClusterState, is_same
 from nbelastic.core.step import deadline, step
 from nbelastic.driver.clock import Clock
@@ -15,6 +16,7 @@ from nbelastic.driver.internal_errors import InternalErrors, call_each
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.system import versions
 
 Execute = Callable[[cmd.Command, float], None]
 AfterDecision = Callable[[ev.Event, ClusterState, tuple[cmd.Command, ...], float], None]
@@ -50,6 +52,7 @@ class Decisions:
         self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._can_decide_now = False
         self._deadline_timer: asyncio.TimerHandle | None = None
+        event_log.note(Started(versions.nbelastic_version(), limits), clock.now())
 
     def post(self, event: ev.Event) -> None:
         """Put an event into the inbox."""
@@ -104,7 +107,11 @@ class Decisions:
         before = self.cluster
         if before.has_world:
             self._event_log.note_symptom(event, now)
-        self.cluster, commands = step(before, event, now)
+        try:
+            self.cluster, commands = step(before, event, now)
+        except Exception:
+            self._event_log.note(event, now)  # for a replay
+            raise
         if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):
             # A waiting node sends this event twice a second: it is neither logged nor published.
             for command in commands:

@@ -242,7 +242,7 @@ class Driver:
         """All live agents and workers have reported, or their time is up: go on with those that have."""
         now = self._clock.now()
         self._components.received_messages.takeover = None
-        self._decisions.cluster, commands = resume_cluster(previous, reports, now)
+        self._decisions.cluster, commands = resume_cluster(previous, reports, now, self.event_log)
         self._start_saving()
         self.record(cmd.Record("driver-came", f"driver {self._term} has taken over (process {os.getpid()})"))
         for report in reports.workers.values():

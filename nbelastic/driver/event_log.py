@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.core import commands as cmd
+from nbelastic.core import replay
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.json_encoding import encode
@@ -54,9 +55,9 @@ class EventLog:
     def close(self) -> None:
         self._file.close()
 
-    def note(self, event: ev.Event, now: float) -> None:
-        """Write the input of `step`: a test can replay a bug from the file."""
-        self._write({"at": now, "event": msgspec.to_builtins(event)})
+    def note(self, entry: ev.Event | replay.Begins, now: float) -> None:
+        """Write the input of `step`, or the state from which this driver begins: `nbelastic replay` steps through them."""
+        self._write(replay.line_of(now, entry))
 
     def note_symptom(self, event: ev.Event, now: float) -> None:
         """Before `step` decides on an event: note the time if the event is the first symptom of a break."""
@@ -72,11 +73,12 @@ class EventLog:
         """No worker is suspected any more."""
         self._symptom_at = self._silence = 0.0
 
-    def record(self, command: cmd.Record, now: float, size: int, took: dict[str, float] | None = None) -> None:
-        """Add a record for users. `size`: of the world."""
-        record = EventRecord(
-            time.time(), command.kind, command.text, command.host, command.worker, command.generation, took or {}, size
-        )
+    def record(
+        self, command: cmd.Record, now: float, size: int, took: dict[str, float] | None = None, repeated: int = 0
+    ) -> None:
+        """Add a record for users. `size`: of the world. `repeated`: see `EventRecord`."""
+        place = command.host, command.worker, command.generation
+        record = EventRecord(time.time(), command.kind, command.text, *place, took or {}, size, repeated)
         self.records.append(record)
         self.count += 1
         self.counts[record.kind] += 1
@@ -114,16 +116,22 @@ class EventLog:
         for phase, took in event.took.items():
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
-    def note_first_step(self, message: worker_messages.WorkerProgress, now: float, size: int) -> None:
-        """Record the first commit of a generation, with the times of all phases. Later calls do nothing."""
+    def note_first_step(self, message: worker_messages.WorkerProgress, now: float, size: int, made: int) -> None:
+        """Record the first commit of a generation, with the times of all phases. Later calls do nothing.
+
+        `made`: the newest commit that a member had made before.
+        """
         if not self._formed_at:
             return
         took = {**self._took, "first step": message.first or 0.0}
         if self._leave_at:
             took["all"] = (now - self._leave_at) * 1000 + took.get("detect", 0.0)
         self._formed_at = self._leave_at = 0.0
-        text = f"first step of generation {message.generation}: commit {message.commit}"
-        self.record(cmd.Record("training", text, generation=message.generation), now, size, took)
+        continued = message.copies.continued if message.copies is not None else None
+        repeated = max(0, made - (continued.commit if continued is not None else message.commit - 1))
+        again = f", {repeated} commit{'' if repeated == 1 else 's'} made again" if repeated else ""
+        text = f"first step of generation {message.generation}: commit {message.commit}{again}"
+        self.record(cmd.Record("training", text, generation=message.generation), now, size, took, repeated)
 
     def _open(self) -> FileIO:
         return FileIO(append_private(self._path), "ab")

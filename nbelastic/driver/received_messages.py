@@ -254,7 +254,8 @@ class ReceivedMessages:
             if is_rank_0 and message.copies is not None and message.copies.continued is not None:
                 text = telemetry.continued_text(message.copies.continued, cluster.size)
                 self._record(cmd.Record("state-recovered", text, generation=message.generation))
-            self._event_log.note_first_step(message, now, cluster.size)
+            made = max((cluster.workers[w].commit for w in cluster.members), default=0)
+            self._event_log.note_first_step(message, now, cluster.size, made)
         self._publish_soon()
         self._snapshot_writer.save_telemetry(telemetry, now)
 

@@ -20,6 +20,7 @@ from nbelastic.driver.debuggers import Debuggers
 from nbelastic.driver.discoveries import Discoveries
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.engines import Engines
+from nbelastic.driver.faults import Faults
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.pending import Pending
@@ -75,6 +76,7 @@ class RequestAnswers:
         jobs: Jobs,
         state_pulls: StatePulls,
         debuggers: Debuggers,
+        faults: Faults,
         telemetry: Telemetry,
         pending: Pending,
         discoveries: Discoveries,
@@ -89,7 +91,7 @@ class RequestAnswers:
         self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
         self._state_pulls, self._engines = state_pulls, engines
-        self._debuggers, self._code_versions = debuggers, code_versions
+        self._debuggers, self._code_versions, self._faults = debuggers, code_versions, faults
 
     def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
         """Resolve `future`, now or later, after calls of `on_piece`. Raises the error of an invalid request."""
@@ -118,6 +120,8 @@ class RequestAnswers:
                 self._state_pulls.pull(request, future)
             case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Resume() | r.DashboardAction():
                 self._answer_about_changes(request, future)
+            case r.RequestFault():
+                future.set_result(self._faults.inject(request))
             case r.ShowStacks(timeout=timeout):
                 cluster = self._cluster()
                 if cluster.active_script is not None:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import takeover
+from nbelastic.core.replay import TakenOver
 from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver.driver_snapshot import DriverSnapshot
+from nbelastic.driver.event_log import EventLog
 from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
@@ -109,11 +110,12 @@ def hosts_with_queued_jobs(saved: DriverSnapshot) -> set[str]:
 
 
 def resume_cluster(
-    saved: DriverSnapshot, reports: TakeoverReports, now: float
+    saved: DriverSnapshot, reports: TakeoverReports, now: float, event_log: EventLog
 ) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
     """The cluster state according to the snapshot and the reports, and the first commands."""
     ours = versions.installed()
     problems = {host: versions.difference(agent.versions, ours) for host, agent in reports.agents.items()}
-    return takeover.resume(
-        saved.cluster, reports.agents, reports.workers, now, problems=problems, coming=reports.coming
-    )
+    workers, coming = tuple(reports.workers.values()), tuple(sorted(reports.coming))
+    taken_over = TakenOver(versions.nbelastic_version(), saved.cluster, reports.agents, workers, problems, coming)
+    event_log.note(taken_over, now)
+    return taken_over.resume(now)

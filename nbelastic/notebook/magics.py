@@ -10,6 +10,7 @@ from IPython.core.magic import magics_class
 
 from nbelastic.notebook.cell_magics import CellMagics
 from nbelastic.notebook.change_magics import ChangeMagics
+from nbelastic.notebook.chaos_magics import ChaosMagics
 from nbelastic.notebook.data_magics import DataMagics
 from nbelastic.notebook.magic_arguments import completion
 from nbelastic.notebook.run_magics import RunMagics
@@ -38,7 +39,7 @@ def attach_cluster(name: str | None) -> Cluster:
 
 
 @magics_class
-class ElasticMagics(StartMagics, RunMagics, CellMagics, ViewMagics, ChangeMagics, DataMagics):
+class ElasticMagics(StartMagics, RunMagics, CellMagics, ViewMagics, ChangeMagics, ChaosMagics, DataMagics):
     """The magics of a notebook, with its present or last cluster and the dashboard."""
 
     def __init__(

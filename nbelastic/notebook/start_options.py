@@ -65,6 +65,9 @@ START_OPTIONS = (
     ),
     argument("--lease", type=float, metavar="S", help="with --keep: seconds without a kernel before it ends (3600)"),
     argument("--metrics-port", type=int, metavar="N", help="serve OpenMetrics on this port of 127.0.0.1"),
+    argument(
+        "--chaos", action="store_true", default=None, help="let clients inject faults, to see what the program survives"
+    ),
     argument("--no-wait", action="store_true", help="return at once instead of waiting for --min workers"),
     argument("--timeout", type=float, metavar="S", help="how many seconds to wait for the workers"),
     argument("--no-dashboard", action="store_true", help="do not show the dashboard"),

@@ -6,12 +6,13 @@ tested.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
 from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
+from nbelastic.system.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from nbelastic.client.doctor import Finding
@@ -32,15 +33,15 @@ class StatusView:
     def __repr__(self) -> str:
         """Two tables in plain text."""
         status = self.status
-        hosts = _text_table(_HOST_COLUMNS, map(_host, status.hosts))
-        tables = (hosts, _text_table(_worker_columns(status), _workers(status)))
+        hosts = text_table(_HOST_COLUMNS, map(_host, status.hosts))
+        tables = (hosts, text_table(_worker_columns(status), _workers(status)))
         return "\n".join([headline(status), *_progress(status), *(f"\n{table}" for table in tables if table)])
 
     def _repr_html_(self) -> str:
         status = self.status
         lines = "".join(f"<div>{escape(line)}</div>" for line in _progress(status))
-        hosts = _html_table("Hosts", _HOST_COLUMNS, map(_host, status.hosts))
-        workers = _html_table("Workers", _worker_columns(status), _workers(status))
+        hosts = html_table("Hosts", _HOST_COLUMNS, map(_host, status.hosts))
+        workers = html_table("Workers", _worker_columns(status), _workers(status))
         return f"<div><strong>{escape(headline(status))}</strong>{lines}{hosts}{workers}</div>"
 
 
@@ -51,10 +52,10 @@ class ClusterList:
         self.clusters, self._attach = clusters, attach
 
     def __repr__(self) -> str:
-        return _text_table(_CLUSTER_COLUMNS, self._rows()) or NO_CLUSTER
+        return text_table(_CLUSTER_COLUMNS, self._rows()) or NO_CLUSTER
 
     def _repr_html_(self) -> str:
-        return _html_table("Clusters", _CLUSTER_COLUMNS, self._rows()) or f"<div>{NO_CLUSTER}</div>"
+        return html_table("Clusters", _CLUSTER_COLUMNS, self._rows()) or f"<div>{NO_CLUSTER}</div>"
 
     def _rows(self) -> Iterable[tuple[str, ...]]:
         for info in self.clusters:
@@ -75,10 +76,10 @@ class FindingList:
         return all(finding.state != "wrong" for finding in self.findings)
 
     def __repr__(self) -> str:
-        return _text_table(_FINDING_COLUMNS, self.findings)
+        return text_table(_FINDING_COLUMNS, self.findings)
 
     def _repr_html_(self) -> str:
-        return _html_table("Hosts", _FINDING_COLUMNS, self.findings)
+        return html_table("Hosts", _FINDING_COLUMNS, self.findings)
 
 
 def limits(least: int, most: int | None) -> str:
@@ -193,22 +194,3 @@ def slot_name(worker: str) -> str:
 def _worker(worker: WorkerStatus) -> tuple[str, ...]:
     rank = "–" if worker.rank is None else str(worker.rank)
     return rank, worker.id, worker.state, str(worker.step), str(worker.restarts), worker.reason
-
-
-def _text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    table = [columns, *rows]
-    if len(table) == 1:
-        return ""
-    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-    )
-
-
-def _html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    left = 'style="text-align: left"'  # JupyterLab's tables are aligned to the right
-    head = "".join(f'<th scope="col" {left}>{escape(column)}</th>' for column in columns)
-    body = "".join("<tr>" + "".join(f"<td {left}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    if not body:
-        return ""
-    return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

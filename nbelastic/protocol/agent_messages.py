@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from nbelastic.protocol import code_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.chaos import FaultKind
 from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import Gpu, Interface, WorkerId
 from nbelastic.protocol.messages import Message, NewDriver, Rehome
@@ -100,6 +101,16 @@ class Probe(Message):
     number: int
 
 
+class InjectFault(Message):
+    """Driver → agent: harm this worker, as the user wants to see what happens; without a worker, kill yourself.
+
+    A worker that was stopped is killed after `STOPPED_FOR` seconds, if the driver has not ended it before.
+    """
+
+    kind: FaultKind
+    worker: WorkerId | None = None
+
+
 class DeleteKeptState(Message):
     """Driver → agent: delete the state that worker `by` has kept on this host's disk."""
 
@@ -170,6 +181,7 @@ ToAgent = (
     | Probe
     | Rehome
     | DeleteKeptState
+    | InjectFault
     | code_messages.StoreCode
     | code_messages.CodePiece
 )

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from nbelastic.errors import UsageError
 from nbelastic.protocol import agent_messages, cell_messages, messages, worker_messages
+from nbelastic.protocol.chaos import FaultKind
 from nbelastic.protocol.host_sources import Source
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import Terms
@@ -228,6 +229,20 @@ class Restart(ChangeRequest):
     worker: str
 
 
+class RequestFault(ChangeRequest):
+    """Inject a fault of one of these `kinds`: the one with this number. Answer with why none is possible now, or empty text.
+
+    `seed`: chooses the kind and the victim. `below_min`: fewer workers than `min` may be left. `is_check`: inject nothing; a
+    UsageError says why faults are not allowed.
+    """
+
+    kinds: tuple[FaultKind, ...]
+    seed: int
+    number: int = 0
+    below_min: bool = False
+    is_check: bool = False
+
+
 class Stop(ChangeRequest):
     """Stop the cluster; programs must end `within` seconds (None: `stop_timeout`). Answer at once."""
 
@@ -309,6 +324,7 @@ AnyRequest = (
     | RemoveHost
     | Scale
     | Restart
+    | RequestFault
     | DashboardAction
     | ShowStacks
     | MakeConnectionFile

@@ -75,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True):
     code_sync: bool = True  # the hosts get the modules of the notebook's folders
     code_folders: tuple[str, ...] = ()  # beside the working folder; absolute
     requirements: tuple[str, ...] = ()  # lines, for an environment on each host
+    chaos: bool = False  # clients may inject faults
 
     @property
     def silence(self) -> float:

@@ -125,7 +125,8 @@ class Status(Struct, frozen=True):
 class EventRecord:
     """One line of the event log. `time`: seconds since 1970. `took`: milliseconds of a change, by phase.
 
-    `size`: members of the world after the event; 0 without a job.
+    `size`: members of the world after the event; 0 without a job. `repeated`: of a world's first commit, how many commits
+    it makes again.
     """
 
     time: float
@@ -136,6 +137,7 @@ class EventRecord:
     generation: int = 0
     took: dict[str, float] = field(default_factory=dict)
     size: int = 0
+    repeated: int = 0
 
 
 class WorkerStack(Struct, frozen=True):

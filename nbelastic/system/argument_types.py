@@ -48,5 +48,11 @@ def check_time_left(name: str, seconds: float) -> None:
         raise UsageError(f"{name}={seconds:g}: give a number of seconds greater than 0.")
 
 
+def seconds(text: str) -> float:
+    """`90`, `90s`, `10m` or `2h` in seconds. ValueError for another text."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    return float(text[:-1]) * units[text[-1]] if text[-1:] in units else float(text)
+
+
 def _article(kind: str) -> str:
     return "None" if kind == "NoneType" else f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.agent.protocol import BLOCKED, KILL_AFTER, End, Fork, Protocol, Send, SendHello, Signal
+from nbelastic.agent.protocol import BLOCKED, KILL_AFTER, End, Fork, Harm, Protocol, Send, SendHello, Signal
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.chaos import STOPPED_FOR
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.timeouts import LAST_CHECKPOINT, OWNER_ENDED
 
@@ -194,3 +195,28 @@ def test_the_first_sigterm_may_come_after_another_notice():
     agent.will_end(115.0, "a cloud", 100.0)
     assert agent.terminated(110.0, 110.0) == [Send(agent_messages.AgentEnding("a", 5.0, "a cloud"))]
     assert agent.terminated(111.0, 111.0)[-1] == End()
+
+
+def test_a_worker_is_killed_on_request():
+    """Injected faults: the worker's process is killed; without a worker, the agent itself. An ended worker is left alone."""
+    agent = with_worker()
+    assert agent.handle(agent_messages.InjectFault("kill", W), 10.0) == [Harm(W)]
+    assert agent.handle(agent_messages.InjectFault("kill", NEXT), 10.0) == []
+    assert agent.handle(agent_messages.InjectFault("host"), 10.0) == [Harm(None)]
+
+
+def test_a_worker_does_not_stay_stopped():
+    """A worker that the agent has stopped is reported as frozen. If no driver ends it, the agent kills it after a while."""
+    agent = with_worker()
+    assert agent.handle(agent_messages.InjectFault("stop", W), 10.0) == [Harm(W, stop=True)]
+    assert agent.check_states({W: "T"}, 10.1) == []
+    assert agent.check_states({W: "T"}, 10.2) == [Send(ev.WorkerFrozen(W, "stopped"))]
+    assert agent.check_states({W: "T"}, 10.0 + STOPPED_FOR) == [Signal(W, kill=True)]
+
+
+def test_a_worker_that_must_end_is_not_stopped():
+    """A fault does not prolong the life of a worker that is about to be killed."""
+    agent = with_worker()
+    agent.handle(agent_messages.StopWorker(W, kill=False), 10.0)
+    assert agent.handle(agent_messages.InjectFault("stop", W), 10.1) == []
+    assert agent.check_states({W: "S"}, 10.0 + KILL_AFTER) == [Signal(W, kill=True)]

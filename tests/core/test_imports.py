@@ -33,7 +33,7 @@ MAY = {  # folder: the folders that it may import, beside `errors`; from the low
     "driver": {"core", "provision", "ipp", "transport", "protocol", "system"},
     "client": {"provision", "ipp", "protocol", "system"},
     "notebook": {"client", "protocol", "system"},
-    "cli": {"notebook", "client", "protocol", "system"},
+    "cli": {"notebook", "client", "core", "protocol", "system"},
     "__main__": {"cli"},
 }
 PURE = [
@@ -52,6 +52,7 @@ PURE = [
             "connection_events",
             "cluster_limits",
             "timeouts",
+            "chaos",
         )
     ),
     *(

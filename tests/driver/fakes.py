@@ -146,7 +146,11 @@ class FakeAgent:
                 worker.send(worker_messages.WorkerHello(w, 1000 + w.slot))
             case agent_messages.StopWorker(worker=w, kill=kill):
                 self.lose_worker(w, SIGKILL if kill else 0)
-            case agent_messages.StopAgent():
+            case agent_messages.InjectFault(kind="kill", worker=w):
+                self.lose_worker(w)
+            case agent_messages.InjectFault(kind="stop", worker=w):
+                self.send(ev.WorkerFrozen(w, "stopped"))
+            case agent_messages.InjectFault() | agent_messages.StopAgent():
                 self.kill()
 
     def lose_worker(self, w: WorkerId, code: int = SIGKILL) -> None:
@@ -213,7 +217,7 @@ class FakeController:
         return {}
 
 
-def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Settings:
+def settings_for(folder: Path, hosts: str, slots: int = 1, *, chaos: bool = False, **limits: Any) -> Settings:
     """The settings for a cluster of these hosts, with its files in `folder`."""
     return Settings(
         name="fake",
@@ -228,6 +232,7 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
         launcher="ssh",
         launcher_options={},
         log_dir=folder,
+        chaos=chaos,
     )
 
 
