@@ -45,6 +45,7 @@ class SnapshotWriter:
         self, run_folder: RunFolder, arguments: Mapping[str, Any], previous: DriverSnapshot | None = None
     ) -> None:
         self.previous = previous
+        self.term = previous.term + 1 if previous is not None else 1  # the number of this driver of the cluster
         self.submitted = previous.submitted if previous is not None else 0
         self.job = previous.job if previous is not None else None
         self.code = previous.code if previous is not None else ()
@@ -60,14 +61,13 @@ class SnapshotWriter:
         *,
         cluster: Callable[[], ClusterState],
         settings: Settings,
-        term: int,
         address: str,
         keys: Keys,
         agents: Agents,
     ) -> None:
-        """Save from now on, as driver number `term` of the cluster, which listens at `address`."""
+        """Save from now on, as the driver that listens at `address`."""
         self._cluster, self._settings, self._agents = cluster, settings, agents
-        self._term, self._address, self._keys = term, address, keys
+        self._address, self._keys = address, keys
         self._is_saving = True
 
     @property
@@ -121,7 +121,7 @@ class SnapshotWriter:
             version=versions.nbelastic_version(),
             wire=fingerprint(),
             name=settings.name,
-            term=self._term,
+            term=self.term,
             address=self._address,
             keys=self._keys,
             arguments=self.arguments,
