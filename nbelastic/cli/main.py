@@ -148,6 +148,14 @@ def _attach(options: Namespace) -> None:
     follow_all(_attached(options))
 
 
+def _dashboard(options: Namespace) -> None:
+    from nbelastic.cli.dashboard_server import serve  # imports the server, which no other command needs
+
+    if not 0 <= options.port < 1 << 16:
+        raise UsageError(f"--port {options.port}: 0 to 65535.")
+    serve(_attached(options), options.port)
+
+
 def _doctor(options: Namespace) -> None:
     found = FindingList(examine(options.hosts, options.python))
     print(remove_controls(str(found)))
@@ -217,6 +225,8 @@ def _parser() -> ArgumentParser:
     doctor.add_argument("hosts", nargs="*", metavar="HOST", help="name or user@name, as ssh knows it")
     doctor.add_argument("--python", metavar="PATH", help="Python on the other hosts (default: this one's path)")
     _add_replay(command)
+    dashboard = command("dashboard", _dashboard, "Serve the dashboard as a page on this machine, until Ctrl-C.")
+    dashboard.add_argument("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 (default: a free one)")
     command("attach", _attach, "Show events and output as they arrive, until Ctrl-C; the cluster goes on.")
     return parser
 

@@ -41,8 +41,10 @@ class FaultOutcome:
     def __str__(self) -> str:
         """One line."""
         if self.recovery is not None:
-            lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
-            return f"{self.kind} {self.victim}: next step after {seconds_text(self.recovery)}, {lost}"
+            lost = (
+                "" if self.steps_lost is None else f", {self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
+            )
+            return f"{self.kind} {self.victim}: next step after {seconds_text(self.recovery)}{lost}"
         word = {True: "survived", False: "not survived", None: "not known"}[self.survived]
         return f"{self.kind} {self.victim}: {word}{f': {self.why}' if self.why else ''}"
 
@@ -116,7 +118,7 @@ def outcomes(records: Sequence[EventRecord], unresolved: tuple[bool | None, str]
         if end is None:
             found.append(FaultOutcome(*fault, unresolved[0], None, None, unresolved[1]))
         elif records[end].kind == "training":
-            lost = 0 if end in recoveries else records[end].repeated
+            lost = 0 if end in recoveries else records[end].lost
             found.append(FaultOutcome(*fault, True, max(0.0, records[end].time - record.time), lost, ""))
             recoveries.add(end)
         else:

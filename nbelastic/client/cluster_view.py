@@ -15,7 +15,7 @@ from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.protocol import requests
 from nbelastic.protocol.chaos import KINDS
 from nbelastic.protocol.report_history import ReportHistory
-from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
+from nbelastic.protocol.status import DriverFacts, EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
 class ClusterView:
@@ -110,6 +110,12 @@ class ClusterView:
         from nbelastic.client.trace import trace
 
         return trace(self.events, self.name)
+
+    @property
+    def driver(self) -> DriverFacts | None:
+        """The driver's process and versions; None before the first start."""
+        connection = self._link.latest
+        return connection.driver if connection is not None else None
 
     @property
     def log_dir(self) -> Path | None:

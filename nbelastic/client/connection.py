@@ -24,7 +24,7 @@ from nbelastic.errors import ClusterStoppedError, DriverLostError, NbelasticErro
 from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import requests as r
 from nbelastic.protocol.report_history import ReportHistory
-from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord, Status
+from nbelastic.protocol.status import EVENTS_IN_MEMORY, DriverFacts, EventRecord, Status
 from nbelastic.system import at_fork, versions
 from nbelastic.system.future_results import resolve_if_pending
 from nbelastic.system.private_sockets import connect_in
@@ -89,6 +89,7 @@ class Connection:
         self._greeted = threading.Event()
         self._refusal: NbelasticError | None = None
         self.arguments: dict[str, Any] = {}
+        self.driver: DriverFacts | None = None
         self.log_dir = Path()
         self.number = ""  # identifies the start of the cluster
         self._reader = threading.Thread(target=self._read, name="nbelastic-connection", daemon=True)
@@ -238,7 +239,8 @@ class Connection:
 
     def _receive(self, message: u.ToClient) -> None:
         match message:
-            case u.DriverHello(arguments=arguments, log_dir=log_dir, number=number):
+            case u.DriverHello(arguments=arguments, log_dir=log_dir, number=number, driver=driver):
+                self.driver = driver
                 self.arguments, self.log_dir, self.number = arguments, Path(log_dir), number
                 if self._predecessor is not None and self._predecessor.number == number:
                     self.jobs = self._predecessor.jobs

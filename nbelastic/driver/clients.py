@@ -20,6 +20,7 @@ from nbelastic.core.state import ClusterState
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.job_run import JobRun
+from nbelastic.driver.status import driver_facts
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import JobError, NbelasticError, UsageError
 from nbelastic.protocol import client_messages as u
@@ -74,9 +75,10 @@ class ClientView(Protocol):
 
 
 class Clients:
-    """Lives in the driver's thread. `arguments`: those of `Cluster`; `folder`: the run folder."""
+    """Lives in the driver's thread. `arguments`: those of `Cluster`; `folder`: the run folder; `term`: the driver's number."""
 
-    def __init__(self, driver: ClientView, folder: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, driver: ClientView, folder: Path, arguments: Mapping[str, Any], term: int) -> None:
+        self.facts = driver_facts(driver.settings, term)
         self._driver, self._folder = driver, folder
         self.arguments = dict(arguments)
         self._open: set[_Connection] = set()
@@ -278,8 +280,9 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
             return
         self._is_greeted = True
-        settings = self._driver.settings
-        self._transport.write(u.frame(u.DriverHello(self._clients.arguments, str(settings.log_dir), settings.number)))
+        settings, clients = self._driver.settings, self._clients
+        hello = u.DriverHello(clients.arguments, str(settings.log_dir), settings.number, clients.facts)
+        self._transport.write(u.frame(hello))
         self._clients.add_greeted(self)
         self.update(u.encoded(self._driver.status))
 

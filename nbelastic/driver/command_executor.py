@@ -111,7 +111,8 @@ class CommandExecutor:
         send = self._workers.send
         match command:
             case cmd.FormWorld():
-                self._event_log.note_formation(command, now)
+                root = self._cluster().workers.get(command.members[command.root])
+                self._event_log.note_formation(command, now, root.commit if root is not None else 0)
                 send(command.to or command.members, self._formation(command))
             case cmd.PrepareWorld(formation=formation):
                 self._event_log.note_preparation(now)

@@ -71,7 +71,7 @@ class Driver:
         self.internal_errors = InternalErrors(settings.name, self.record)
         self._tasks = BackgroundTasks(self.internal_errors.report)
         self._has_clients = arguments is not None
-        self._clients = Clients(self, run_folder.path, arguments or {})
+        self._clients = Clients(self, run_folder.path, arguments or {}, snapshot_writer.term)
         self._submitted_before = submitted
         self._decisions = Decisions(
             settings.limits,
@@ -174,7 +174,7 @@ class Driver:
     async def _start_server(self, previous: DriverSnapshot | None) -> None:
         """Listen at the address of the previous driver, if there was one: agents and workers connect to it again."""
         self._keys = previous.keys if previous is not None else Keys.make()
-        self._term = previous.term + 1 if previous is not None else 1
+        self._term = self._snapshot_writer.term
         self._server = self._dependencies.server(
             self._keys, self._on_message, self.settings.heartbeat, self._term, self._is_known
         )
@@ -231,7 +231,6 @@ class Driver:
         self._snapshot_writer.start_saving(
             cluster=lambda: self.cluster,
             settings=self.settings,
-            term=self._term,
             address=self._server.address,
             keys=self._keys,
             agents=self._components.agents,

@@ -81,7 +81,7 @@ class Engines:
             self._engines.pop(w, None)
 
     def find(self, job: str) -> r.ControllerFound | None:
-        """How a client connects to the controller, and the engines; None while workers still connect.
+        """How a client connects to the controller, and the engines; None while the controller starts or workers connect.
 
         During a `job` main threads run its program, and a worker that is not an engine yet cannot become one. UsageError if none
         is one, HostError if the controller cannot be started.
@@ -95,6 +95,7 @@ class Engines:
                 f"{job} is running, and workers connect to ipyparallel between jobs: use %px or Cluster.client before a "
                 "job once, or after it; during a job write %%elastic_px --at-commit above a cell."
             )
+        self.start()
         controller = self._controller
         if controller is None or not controller.connection or (len(connected) < len(self._engines) and not job):
             return None

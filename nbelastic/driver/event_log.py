@@ -13,6 +13,7 @@ import msgspec
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import replay
+from nbelastic.driver.lost_steps import LostSteps
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.json_encoding import encode
@@ -41,6 +42,7 @@ class EventLog:
         self.records: deque[EventRecord] = deque(previous, maxlen=EVENTS_IN_MEMORY)
         self.count = len(self.records)  # of all records so far
         self.counts: Counter[str] = Counter()  # of records of this driver, by kind
+        self.lost_steps = LostSteps()
         self._is_last_line_complete = is_last_line_complete  # a kill or a full disk may cut a line off
         self._has_lost_lines = False
         self._leave_at = 0.0  # when the driver asked the members to leave
@@ -74,11 +76,18 @@ class EventLog:
         self._symptom_at = self._silence = 0.0
 
     def record(
-        self, command: cmd.Record, now: float, size: int, took: dict[str, float] | None = None, repeated: int = 0
+        self,
+        command: cmd.Record,
+        now: float,
+        size: int,
+        took: dict[str, float] | None = None,
+        lost: int | None = None,
     ) -> None:
-        """Add a record for users. `size`: of the world. `repeated`: see `EventRecord`."""
+        """Add a record for users. `size`: of the world. `lost`: see `EventRecord`."""
+        if command.kind == "job-started":
+            self.lost_steps.begin_job()
         place = command.host, command.worker, command.generation
-        record = EventRecord(time.time(), command.kind, command.text, *place, took or {}, size, repeated)
+        record = EventRecord(time.time(), command.kind, command.text, *place, took or {}, size, lost)
         self.records.append(record)
         self.count += 1
         self.counts[record.kind] += 1
@@ -97,14 +106,16 @@ class EventLog:
         self._leave_at = now
         self._took_before_leave = {"prepare": (now - self._prepare_at) * 1000} if self._prepare_at else {}
         if broken:
+            self.lost_steps.note_break()
             since_symptom = now - self._symptom_at if self._symptom_at else 0.0
             self._took_before_leave["detect"] = (self._silence + since_symptom) * 1000
         self._leave_phase = "abort" if broken else "leave"
         self._took = {}
         self._prepare_at = 0.0
 
-    def note_formation(self, command: cmd.FormWorld, now: float) -> None:
-        """The driver asks the members to form their generation."""
+    def note_formation(self, command: cmd.FormWorld, now: float, commit: int) -> None:
+        """The driver asks the members to form their generation. `commit`: that of the root."""
+        self.lost_steps.note_formation(commit)
         if not command.to:
             leave = {self._leave_phase: (now - self._leave_at) * 1000} if self._leave_at else {}
             self._took = {**self._took_before_leave, **leave}
@@ -116,22 +127,18 @@ class EventLog:
         for phase, took in event.took.items():
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
-    def note_first_step(self, message: worker_messages.WorkerProgress, now: float, size: int, made: int) -> None:
-        """Record the first commit of a generation, with the times of all phases. Later calls do nothing.
-
-        `made`: the newest commit that a member had made before.
-        """
+    def note_first_step(self, message: worker_messages.WorkerProgress, now: float, size: int) -> None:
+        """Record the first commit of a generation, with the times of all phases. Later calls do nothing."""
         if not self._formed_at:
             return
         took = {**self._took, "first step": message.first or 0.0}
         if self._leave_at:
             took["all"] = (now - self._leave_at) * 1000 + took.get("detect", 0.0)
         self._formed_at = self._leave_at = 0.0
+        text = f"first step of generation {message.generation}: commit {message.commit}"
         continued = message.copies.continued if message.copies is not None else None
-        repeated = max(0, made - (continued.commit if continued is not None else message.commit - 1))
-        again = f", {repeated} commit{'' if repeated == 1 else 's'} made again" if repeated else ""
-        text = f"first step of generation {message.generation}: commit {message.commit}{again}"
-        self.record(cmd.Record("training", text, generation=message.generation), now, size, took, repeated)
+        lost = self.lost_steps.take(continued.commit if continued is not None else None)
+        self.record(cmd.Record("training", text, generation=message.generation), now, size, took, lost)
 
     def _open(self) -> FileIO:
         return FileIO(append_private(self._path), "ab")

@@ -247,6 +247,8 @@ class ReceivedMessages:
             if cluster.has_world:
                 telemetry.add_world(message.generation, cluster.members)
             telemetry.add_copies(message.worker, message.generation, message.copies, now, is_rank_0=is_rank_0)
+        if message.checkpoint is not None and is_rank_0:
+            telemetry.add_checkpoint(message.checkpoint, now)
         if is_rank_0:
             self._add_report(message.worker, message.commit, message.report)
             telemetry.measure_speed(now, message.commit)
@@ -254,8 +256,9 @@ class ReceivedMessages:
             if is_rank_0 and message.copies is not None and message.copies.continued is not None:
                 text = telemetry.continued_text(message.copies.continued, cluster.size)
                 self._record(cmd.Record("state-recovered", text, generation=message.generation))
-            made = max((cluster.workers[w].commit for w in cluster.members), default=0)
-            self._event_log.note_first_step(message, now, cluster.size, made)
+            self._event_log.note_first_step(message, now, cluster.size)
+        if message.commit and message.generation == cluster.generation:
+            self._event_log.lost_steps.note_commit(message.commit)
         self._publish_soon()
         self._snapshot_writer.save_telemetry(telemetry, now)
 

@@ -130,7 +130,6 @@ class RequestAnswers:
             case r.MakeConnectionFile(host=host):
                 self._connection_files.create(host, future)
             case r.FindController():
-                self._engines.start()
                 self._pending.resolve(future, lambda cluster: self._engines.find(cluster.present_job))
             case r.Stop(by=by, within=within):
                 self._post(ev.StopRequested(f"stopped by {by}", within))

@@ -46,6 +46,7 @@ class SnapshotWriter:
         self, run_folder: RunFolder, arguments: Mapping[str, Any], previous: DriverSnapshot | None = None
     ) -> None:
         self.previous = previous
+        self.term = previous.term + 1 if previous is not None else 1  # the number of this driver of the cluster
         self.submitted = previous.submitted if previous is not None else 0
         self.job = previous.job if previous is not None else None
         self.code = previous.code if previous is not None else ()
@@ -61,15 +62,14 @@ class SnapshotWriter:
         *,
         cluster: Callable[[], ClusterState],
         settings: Settings,
-        term: int,
         address: str,
         keys: Keys,
         agents: Agents,
         engines: Engines,
     ) -> None:
-        """Save from now on, as driver number `term` of the cluster, which listens at `address`."""
+        """Save from now on, as the driver that listens at `address`."""
         self._cluster, self._settings, self._agents, self._engines = cluster, settings, agents, engines
-        self._term, self._address, self._keys = term, address, keys
+        self._address, self._keys = address, keys
         self._is_saving = True
 
     @property
@@ -123,7 +123,7 @@ class SnapshotWriter:
             version=versions.nbelastic_version(),
             wire=fingerprint(),
             name=settings.name,
-            term=self._term,
+            term=self.term,
             address=self._address,
             keys=self._keys,
             arguments=self.arguments,

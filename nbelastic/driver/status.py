@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +12,17 @@ from nbelastic.core.state import ClusterState, Host, Worker
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers
-from nbelastic.protocol.status import CopiesStatus, HostStatus, Status, WorkerCopies, WorkerStatus
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.status import (
+    CheckpointStatus,
+    CopiesStatus,
+    DriverFacts,
+    HostStatus,
+    Status,
+    WorkerCopies,
+    WorkerStatus,
+)
+from nbelastic.system import versions
 
 MAX_DRIFT = 0.5  # seconds; a larger difference means that the wall clock was set or the machine was suspended
 
@@ -79,7 +90,14 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
         failed_at=telemetry.failed_at,
         orders=tuple(telemetry.requests),
         copies=_copies(cluster, telemetry),
+        checkpoint=_checkpoint(telemetry),
     )
+
+
+def driver_facts(settings: Settings, term: int) -> DriverFacts:
+    """The facts about this process, the cluster's driver number `term`."""
+    lease = None if settings.owner else settings.lease
+    return DriverFacts(os.getpid(), time.time(), term, lease, versions.installed())
 
 
 def _breakpoint(worker: Worker) -> str:
@@ -141,6 +159,13 @@ def _copies(cluster: ClusterState, telemetry: Telemetry) -> CopiesStatus | None:
     if whole is None:
         return CopiesStatus(None, 0.0, 0.0, sum(memory), len(memory))
     return CopiesStatus(whole.commit, wall(whole.made_at), whole.seconds, sum(memory), len(memory))
+
+
+def _checkpoint(telemetry: Telemetry) -> CheckpointStatus | None:
+    newest = telemetry.checkpoint
+    if newest is None:
+        return None
+    return CheckpointStatus(newest.commit, wall(newest.made_at), newest.size, newest.every)
 
 
 def _worker_copies(w: WorkerId, cluster: ClusterState, telemetry: Telemetry) -> WorkerCopies | None:

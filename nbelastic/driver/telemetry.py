@@ -52,6 +52,15 @@ class WholeCommit(Struct, frozen=True):
     seconds: float
 
 
+class NewestCheckpoint(Struct, frozen=True):
+    """The newest checkpoint. `commit`: None: there is none yet. `made_at`: by the driver's clock. `size`: bytes."""
+
+    every: int
+    commit: int | None = None
+    made_at: float = 0.0
+    size: int = 0
+
+
 class SavedTelemetry(Struct, frozen=True):
     """What the next driver cannot learn from the workers. `curves`: the points, and how many reports each one averages."""
 
@@ -108,6 +117,7 @@ class Telemetry(Struct):
     history: ReportHistory = msgspec.field(default_factory=ReportHistory)
     copies: dict[WorkerId, tuple[int, worker_messages.Copies]] = {}  # with the generation whose ranks they name
     whole: WholeCommit | None = None
+    checkpoint: NewestCheckpoint | None = None  # of jobs with checkpoints
     worlds: dict[int, tuple[WorkerId, ...]] = {}  # by generation, the members of the last ones that had copies
     steps_per_second: float | None = None
     failed_at: float | None = None
@@ -180,6 +190,12 @@ class Telemetry(Struct):
         ):
             self.whole = WholeCommit(generation, commit, now - copies.age, copies.seconds)
 
+    def add_checkpoint(self, found: worker_messages.Checkpoint, now: float) -> None:
+        """Take what rank 0 has reported about checkpoints. A new rank 0 may know of none, or of older ones."""
+        known = self.checkpoint.commit if self.checkpoint is not None else None
+        if self.checkpoint is None or (found.commit is not None and (known is None or found.commit > known)):
+            self.checkpoint = NewestCheckpoint(found.every, found.commit, now - found.age, found.size)
+
     def add_world(self, generation: int, members: tuple[WorkerId, ...]) -> None:
         """These workers train in this generation."""
         if generation not in self.worlds:
@@ -199,7 +215,7 @@ class Telemetry(Struct):
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
         self.history = ReportHistory()
-        self.copies, self.whole, self.worlds = {}, None, {}
+        self.copies, self.whole, self.worlds, self.checkpoint = {}, None, {}, None
         self.step_rate = StepRate()
 
     def measure_speed(self, now: float, commit: int) -> None:

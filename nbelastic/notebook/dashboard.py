@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
 
-from nbelastic.errors import NbelasticError
-from nbelastic.notebook.dashboard_contract import AnyAnswer, AnyRequest, FrameQuery
-from nbelastic.notebook.dashboard_queries import answer_query, decode_query
-from nbelastic.notebook.dashboard_state import DashboardState
+from nbelastic.notebook.dashboard_feed import DashboardFeed
 from nbelastic.notebook.status_text import stable_html, stable_text
 from nbelastic.notebook.widget_files import widget_text
 from nbelastic.protocol.status import Status
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
 
 MAX_WAITING_ANSWERS = 64
-_REQUESTS = frozenset(request.__struct_config__.tag for request in get_args(AnyRequest))
 
 
 class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries no types here
@@ -39,12 +35,10 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._unsubscribe: Callable[[], None] | None = None
-        self._status = cluster.status()
-        self._view_state = DashboardState()
-        self._key_frame_requested = False  # by a view that has none
-        self._view_state.update(self._status, *cluster.numbered_events())
+        self._feed = DashboardFeed(cluster, by="dashboard")
         self._answers: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING_ANSWERS)
-        super().__init__(state=self._view_state.state, change=self._view_state.change)
+        state, change = self._feed.newest
+        super().__init__(state=state, change=change)
         self._handle_clicks_during_cells()
         self.observe(lambda _: self._handle_clicks_during_cells(), "comm")
         self.on_msg(self._handle_message)
@@ -59,48 +53,30 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
 
     def __repr__(self) -> str:
         """Describe the cluster without an address, so that stored outputs of a notebook can be compared."""
-        return stable_text(self._status)
+        return stable_text(self._feed.status)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         view = {"version_major": 2, "version_minor": 1, "model_id": self.model_id}
         return {
             "application/vnd.jupyter.widget-view+json": view,
-            "text/html": stable_html(self._status),
-            "text/plain": stable_text(self._status),
+            "text/html": stable_html(self._feed.status),
+            "text/plain": stable_text(self._feed.status),
         }
 
     def _update(self, status: Status) -> None:
         """Run in the subscribers' thread, the only one that writes."""
         while self._answers:
             self.send(self._answers.popleft())
-        self._status = status
-        if self._key_frame_requested:
-            self._key_frame_requested = False
-            self._view_state.send_key_frame()
-        if self._view_state.update(status, *self._cluster.numbered_events()):
+        if self._feed.update(status):
             with self.hold_sync():  # so that a key frame never arrives with the change of another one
-                self.state = self._view_state.state
-                self.change = self._view_state.change
+                self.state, self.change = self._feed.newest
 
     def _handle_message(self, _: object, content: Any, __: object) -> None:
-        """Handle a message of a view: a request of the user, or a query."""
-        if not isinstance(content, dict):
-            return
-        key = content.get("id")
-
-        def reply(answer: AnyAnswer) -> None:
-            self._answers.append({"reply": key, **answer})
+        def send(answer: dict[str, Any]) -> None:
+            self._answers.append(answer)
             self._cluster.show_again()
 
-        try:
-            if "ask" in content:
-                query = decode_query(content)
-                self._key_frame_requested |= isinstance(query, FrameQuery)
-                answer_query(self._cluster, query, reply)
-            elif str(content.get("order")) in _REQUESTS:
-                self._cluster.order(content, by="dashboard")
-        except NbelasticError as error:
-            reply({"error": str(error)})
+        self._feed.handle(content, send)
 
     def _handle_clicks_during_cells(self) -> None:
         """Have clicks handled while a cell runs.

@@ -102,6 +102,42 @@ class Copies(TypedDict):
     workers: int
 
 
+class Checkpoints(TypedDict):
+    """The job's checkpoints, one every `every` commits. `commit`: of the newest one; None: there is none yet.
+
+    `made_at`: when it was complete, in seconds since 1970. `size`: MB.
+    """
+
+    commit: int | None
+    made_at: float
+    size: float
+    every: int
+
+
+class Summary(TypedDict):
+    """What losses have cost the job. `lost`: commits that had to be made again; None: not known.
+
+    `trained`: percent of its time in which it trained; None: not known.
+    """
+
+    failures: int
+    lost: int | None
+    trained: float | None
+
+
+class Driver(TypedDict):
+    """The driver. `since`: seconds since 1970. `restarts`: how many drivers the cluster had before.
+
+    `lease`: seconds for which the cluster lives without a client; None: it ends with its kernel.
+    """
+
+    pid: int
+    since: float
+    restarts: int
+    lease: float | None
+    versions: dict[str, str]
+
+
 class ClusterView(TypedDict):
     """All that a view shows, except the time. `failed_at`: seconds since 1970."""
 
@@ -120,6 +156,9 @@ class ClusterView(TypedDict):
     report: dict[str, float | str]
     failed_at: float | None
     copies: Copies | None
+    checkpoints: Checkpoints | None
+    summary: Summary | None
+    driver: Driver | None
     hosts: dict[str, Host]
     events: list[Event]
     orders: list[RequestStatus]

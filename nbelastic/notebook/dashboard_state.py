@@ -11,10 +11,29 @@ from typing import Any
 
 import msgspec
 
+from nbelastic.client.job_summary import JobSummary, job_summary
 from nbelastic.client.trace import in_order
-from nbelastic.notebook.dashboard_contract import ClusterView, Copies, Event, Host, WorkerCopies, WorkerRow
+from nbelastic.notebook.dashboard_contract import (
+    Checkpoints,
+    ClusterView,
+    Copies,
+    Driver,
+    Event,
+    Host,
+    Summary,
+    WorkerCopies,
+    WorkerRow,
+)
 from nbelastic.notebook.status_text import slot_name
-from nbelastic.protocol.status import CopiesStatus, EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.protocol.status import (
+    CheckpointStatus,
+    CopiesStatus,
+    DriverFacts,
+    EventRecord,
+    HostStatus,
+    Status,
+    WorkerStatus,
+)
 from nbelastic.protocol.status import WorkerCopies as WorkerCopiesStatus
 
 MAX_EVENTS = 12  # the newest events, which are part of the state
@@ -32,15 +51,20 @@ class DashboardState:
         self.change: Json = {}
         self._shown: Mapping[str, Any] = {}
         self._whole = False
+        self._summary: tuple[int, JobSummary | None] = 0, None  # of so many events
 
     def send_key_frame(self) -> None:
         """Make a key frame of the next update: a view has missed the last one."""
         self._shown = {}
         self._whole = True
 
-    def update(self, status: Status, events: Sequence[EventRecord], count: int) -> bool:
+    def update(
+        self, status: Status, events: Sequence[EventRecord], count: int, driver: DriverFacts | None = None
+    ) -> bool:
         """Take in the newest status; `events` are the newest of `count`. Return False if nothing has changed."""
-        view = key_frame(status, events, count)
+        if count != self._summary[0]:
+            self._summary = count, job_summary(events)
+        view = key_frame(status, events, count, self._summary[1], driver)
         if view == self._shown:
             return False
         self._shown = view
@@ -56,7 +80,13 @@ class DashboardState:
         return True
 
 
-def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> ClusterView:
+def key_frame(
+    status: Status,
+    events: Sequence[EventRecord],
+    count: int,
+    summary: JobSummary | None = None,
+    driver: DriverFacts | None = None,
+) -> ClusterView:
     """Return all that a view shows, except the time."""
     workers: dict[str, dict[str, WorkerRow]] = {host.name: {} for host in status.hosts}
     copies: dict[str, dict[str, WorkerCopies]] = {}
@@ -82,6 +112,9 @@ def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> Clus
         "report": {name: _rounded(value) for name, value in status.report.items()},
         "failed_at": status.failed_at,
         "copies": None if status.copies is None else _copies(status.copies),
+        "checkpoints": None if status.checkpoint is None else _checkpoints(status.checkpoint),
+        "summary": None if summary is None else _summary(summary, status.time),
+        "driver": None if driver is None else _driver(driver),
         "hosts": {
             host.name: _host(host, workers[host.name], copies.get(host.name, {}), status.time) for host in status.hosts
         },
@@ -157,6 +190,30 @@ def _copies(copies: CopiesStatus) -> Copies:
         "seconds": float(f"{copies.seconds:.2g}"),
         "memory": _whole_megabytes(copies.memory),
         "workers": copies.workers,
+    }
+
+
+def _checkpoints(newest: CheckpointStatus) -> Checkpoints:
+    size = float(f"{newest.size / MB:.3g}")
+    return {"commit": newest.commit, "made_at": round(newest.made_at), "size": size, "every": newest.every}
+
+
+def _summary(summary: JobSummary, now: float) -> Summary:
+    share = summary.trained_share(now)
+    return {
+        "failures": summary.failures,
+        "lost": summary.lost,
+        "trained": None if share is None else math.floor(share * 1000) / 10,
+    }
+
+
+def _driver(driver: DriverFacts) -> Driver:
+    return {
+        "pid": driver.pid,
+        "since": round(driver.since),
+        "restarts": driver.number - 1,
+        "lease": driver.lease,
+        "versions": driver.versions,
     }
 
 

@@ -1,4 +1,4 @@
-"""The files of the dashboard's widget: one module and one style sheet, which `npm run build` in widgets/ makes."""
+"""The files of the dashboard: its widget, and the page of `nbelastic dashboard`. `npm run build` in widgets/ makes them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from nbelastic.protocol import worker_messages
 from nbelastic.state.state import State
 from nbelastic.state.takeover import initial_values, take_over
 from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
-from nbelastic.worker.session import JobCheckpoints, Session
+from nbelastic.worker.job_checkpoints import JobCheckpoints
+from nbelastic.worker.session import Session
 
 FRAMES = 100  # of calls between two programs that run inside each other
 WORTH_COLLECTING = 1 << 26  # bytes; to look for unused objects takes 0.2 s

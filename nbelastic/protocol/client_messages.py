@@ -21,7 +21,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.report_history import ReportRows
 from nbelastic.protocol.requests import AnyRequest, ControllerFound, Piece
-from nbelastic.protocol.status import EventRecord, Status, WorkerStack
+from nbelastic.protocol.status import DriverFacts, EventRecord, Status, WorkerStack
 
 SOCKET = "driver.sock"  # in the run folder
 LONGEST = 16 << 20  # bytes of a client's message
@@ -73,6 +73,7 @@ class DriverHello(ToClient):
     arguments: dict[str, Any]  # of `Cluster`, as the driver snapshot has them
     log_dir: str
     number: str  # random, one per start of a cluster
+    driver: DriverFacts
 
 
 class Answer(ToClient):

@@ -90,13 +90,39 @@ class CopiesStatus(Struct, frozen=True):
     workers: int
 
 
+class CheckpointStatus(Struct, frozen=True):
+    """The checkpoints of a job that has some. `commit`: of the newest one; None: there is none yet.
+
+    `made_at`: when it was complete, in seconds since 1970. `size`: its bytes. One is written every `every` commits.
+    """
+
+    commit: int | None
+    made_at: float
+    size: int
+    every: int
+
+
+class DriverFacts(Struct, frozen=True):
+    """The driver's process. `since`: when it began, in seconds since 1970. `number`: 1, and one more with each new driver.
+
+    `lease`: seconds for which a kept cluster lives without a client; None: the cluster ends with its kernel. `versions`: of
+    Python and of packages, in the driver's environment; hosts with others are refused.
+    """
+
+    pid: int
+    since: float
+    number: int
+    lease: float | None
+    versions: dict[str, str]
+
+
 class Status(Struct, frozen=True):
     """The state of a cluster at one moment. `job`: the name of the present or last job; `outcome`: how it ended.
 
     `report`: the newest values that rank 0 passed to `state.report()`. `curves`: earlier values of its first names, the
     oldest first. `total`: the number of steps, if `report(total=...)` was called. `steps_per_second`: over the last seconds.
     `time`: of this status; `failed_at`: when a worker or host was last lost; both in seconds since 1970.
-    `orders`: requests of dashboards' buttons. `copies`: with a `ShardedState` only.
+    `orders`: requests of dashboards' buttons. `copies`: with a `ShardedState` only. `checkpoint`: of jobs with checkpoints.
     """
 
     name: str
@@ -119,14 +145,15 @@ class Status(Struct, frozen=True):
     failed_at: float | None = None
     orders: tuple[RequestStatus, ...] = ()
     copies: CopiesStatus | None = None
+    checkpoint: CheckpointStatus | None = None
 
 
 @dataclass(frozen=True)  # not a msgspec.Struct: pandas makes a table of a list of dataclasses
 class EventRecord:
     """One line of the event log. `time`: seconds since 1970. `took`: milliseconds of a change, by phase.
 
-    `size`: members of the world after the event; 0 without a job. `repeated`: of a world's first commit, how many commits
-    it makes again.
+    `size`: members of the world after the event; 0 without a job. `lost`: of the first commit after a loss: how many reported
+    commits have to be made again; None: not known.
     """
 
     time: float
@@ -137,7 +164,7 @@ class EventRecord:
     generation: int = 0
     took: dict[str, float] = field(default_factory=dict)
     size: int = 0
-    repeated: int = 0
+    lost: int | None = None
 
 
 class WorkerStack(Struct, frozen=True):

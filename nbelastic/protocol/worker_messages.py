@@ -94,11 +94,23 @@ class Copies(Struct, frozen=True, omit_defaults=True):
     continued: Continued | None = None
 
 
+class Checkpoint(Struct, frozen=True, omit_defaults=True):
+    """What rank 0 reports about the job's checkpoints, of which one is written every `every` commits.
+
+    `commit`: of the newest one, complete for `age` seconds at the report, of `size` bytes. None: it knows of none.
+    """
+
+    every: Annotated[int, Meta(ge=1, lt=2**53)]
+    commit: int | None = None
+    age: float = 0.0
+    size: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+
+
 class WorkerProgress(Message):
     """Rank 0 → driver: the newest commit and the values that `state.report()` was given. Telemetry.
 
     A value of None is not a number, or infinite: JSON cannot represent those. `first`: milliseconds from the forming of the
-    generation to its first commit, sent once per generation. `copies`: only with a `ShardedState`.
+    generation to its first commit, sent once per generation. `copies`: only with a `ShardedState`. `checkpoint`: only of jobs with checkpoints.
     """
 
     worker: WorkerId
@@ -107,6 +119,7 @@ class WorkerProgress(Message):
     report: dict[str, float | None]
     first: float | None = None
     copies: Copies | None = None
+    checkpoint: Checkpoint | None = None
 
 
 class ProgramResult(Message):

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint import Metadata
 
 from nbelastic.errors import StateError, UsageError
+from nbelastic.protocol.worker_messages import Checkpoint
 from nbelastic.sharded import checkpoint_files as files
 from nbelastic.sharded.arena import Arena, Shard, ShardTensor
 from nbelastic.sharded.checkpoint_names import Names
@@ -239,7 +240,7 @@ class ShardedPlan:
         """The newest complete checkpoint. StateError if there are some, and none can be used."""
         stored = newest(self._plan.folder)
         if stored is not None:
-            self._plan.saved = stored.record()["commits"]
+            self._plan.found(stored.path, stored.record()["commits"])
         return stored
 
     def committed(self, state: State) -> None:
@@ -267,6 +268,10 @@ class ShardedPlan:
             return
         if commit is not None:
             self._write(lambda: kept[commit])
+
+    def report(self, now: float) -> Checkpoint:
+        """As of `Plan`."""
+        return self._plan.report(now)
 
     def finish(self) -> None:
         """The program has ended: wait for the checkpoint that is being written, and free the memory."""

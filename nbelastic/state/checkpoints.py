@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from nbelastic.errors import StateError, UsageError, WaitTimeoutError
+from nbelastic.protocol.worker_messages import Checkpoint
 from nbelastic.state import checkpoint_files as checkpoint
 from nbelastic.state.checkpoint_files import Snapshot, reason
 from nbelastic.state.tensor_snapshot import CPU, allocate, copy_all, free_pinned
@@ -244,6 +245,7 @@ class Plan:
         self._copies = CopyMemory()
         self._next = 0  # the commit at which the next one is due; 0: not known yet
         self.saved = 0  # the commit of the last one
+        self._newest: tuple[int, int, float] | None = None  # commit, bytes, and when it was complete (monotonic)
         self._wrote = False
         self._warned = False  # that there are fewer checkpoints than requested
         self.begun = False  # a world was formed: the ranks hold the state from then on
@@ -258,8 +260,21 @@ class Plan:
             return
         found = _load(state, self.folder)
         if found is not None:
-            self.saved = state.commits
+            self.found(found, state.commits)
             print_line(f"the training continues at commit {state.commits}, from {found}.")
+
+    def found(self, path: Path, commits: int) -> None:
+        """The job goes on from this checkpoint, of so many commits."""
+        self.saved = commits
+        age = max(0.0, time.time() - path.stat().st_mtime)
+        self._newest = commits, _size(path), time.monotonic() - age
+
+    def report(self, now: float) -> Checkpoint:
+        """What clients see of the checkpoints at the monotonic time `now`."""
+        if self._newest is None:
+            return Checkpoint(self.every)
+        commits, size, at = self._newest
+        return Checkpoint(self.every, commits, max(0.0, now - at), size)
 
     def committed(self, state: State) -> None:
         """Called at each commit. A checkpoint that is due while one is being written waits for that."""
@@ -314,16 +329,21 @@ class Plan:
 
     def written(self, path: Path, commits: int, begin: float) -> None:
         """A checkpoint is complete. Print the path, size and duration of the first one."""
+        size, now = _size(path), time.monotonic()
         if not self._wrote:
-            size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-            print_line(f"the first checkpoint, {path}, has {size:.1f} MB and took {time.monotonic() - begin:.1f} s.")
-        self._wrote, self.saved = True, commits
+            print_line(f"the first checkpoint, {path}, has {size / 1e6:.1f} MB and took {now - begin:.1f} s.")
+        self._wrote, self.saved, self._newest = True, commits, (commits, size, now)
 
     def warn(self) -> None:
         """A checkpoint that was due is left out: print that once."""
         if not self._warned:
             print_line(f"writing a checkpoint takes longer than {self.every} commits: there are fewer than requested.")
         self._warned = True
+
+
+def _size(path: Path) -> int:
+    """The bytes of a checkpoint."""
+    return sum(file.stat().st_size for file in path.iterdir())
 
 
 def _join_last() -> None:

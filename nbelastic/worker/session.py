@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import REPEAT
 from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.interrupts import WorldAborted, WorldLeft
+from nbelastic.worker.job_checkpoints import JobCheckpoints
 from nbelastic.worker.link_thread import OFFER_AT, LinkThread, StateHolder
 from nbelastic.worker.output_buffer import OutputBuffer
 from nbelastic.worker.own_errors import is_of_program
@@ -40,20 +41,6 @@ from nbelastic.worker.worker_report import WorkerFacts
 T = TypeVar("T")
 
 STOP_TIMEOUT = 0.25  # seconds after an abort within which the driver says whether the job ends with this error
-
-
-class JobCheckpoints(Protocol):
-    """The checkpoints of a job: see `state.checkpoints.Plan`."""
-
-    begun: bool
-
-    def resume(self, state: Any) -> None: ...
-
-    def committed(self, state: Any) -> None: ...
-
-    def ended(self, state: Any, alone: int = 0) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class Session:
@@ -133,6 +120,7 @@ class Session:
             self._formation_read = None
             self._inbox.clear()
             self._protocol.begin(job, program)
+        self._protocol.telemetry.checkpoint = self._report_checkpoint
         self.used, self.warm_ups = False, []
         self.checkpoints = self.ended_state = None
         self.refuse_if_stopped(job)
@@ -264,6 +252,10 @@ class Session:
     def report_copies(self, source: Callable[[float], worker_messages.Copies] | None) -> None:
         """Call `source(now)` in the link thread for what each progress message has about copies; None: nothing."""
         self._protocol.telemetry.copies = source
+
+    def _report_checkpoint(self, now: float) -> worker_messages.Checkpoint | None:
+        plan = self.checkpoints
+        return plan.report(now) if plan is not None else None
 
     def _read_messages(self) -> None:
         """Read all messages; wait at a commit that this worker promised not to pass; leave at the leave point."""

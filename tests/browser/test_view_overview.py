@@ -16,7 +16,7 @@ def test_the_overview_shows_what_matters(view, clock):
     expect(view.page.locator(".nbe-phase")).to_have_text("running")
     expect(view.page.locator(".nbe-reason")).to_have_text("4 workers train in generation 3")
     facts = view.page.locator(".nbe-facts").first
-    for text in ("4 / 2–8", "1,234 of 10,000", "50", "about 2 min", "0.21"):
+    for text in ("4 (2–8)", "1,234 of 10,000", "50", "about 2 min", "0.21"):
         expect(facts).to_contain_text(text)
     expect(view.page.get_by_role("progressbar")).to_have_attribute("aria-valuetext", "1,234 of 10,000 steps")
     expect(view.root).to_contain_text("3 min since the last failure")
@@ -24,14 +24,57 @@ def test_the_overview_shows_what_matters(view, clock):
     expect(view.root).to_contain_text("4 min since the last failure")
 
 
+def test_the_overview_shows_what_failures_have_cost(view):
+    """Lost steps and the time without training, as far as they are known."""
+    view.open(state(summary={"failures": 3, "lost": 0, "trained": 98.7}, failed_at=NOW - 185))
+    past = view.page.locator(".nbe-since")
+    expect(past).to_contain_text("0 steps lost in 3 failures · trained 98.7\u00a0% of the time")
+    view.patch(summary={"lost": None})
+    expect(past).not_to_contain_text("lost")
+    expect(past).to_contain_text("trained 98.7\u00a0% of the time")
+
+
+def test_the_overview_shows_the_newest_checkpoint(view, clock):
+    """Its step, age and size, and when the next one is due. Jobs without checkpoints have no such figures."""
+    newest = {"commit": 1200, "made_at": NOW - 180, "size": 35.2, "every": 100}
+    view.open(state(checkpoints=newest, steps_per_second=2.0))
+    facts = view.page.locator(".nbe-facts").first
+    expect(facts).to_contain_text("1,200 · 3 min old · 35\u00a0MB")
+    expect(facts).to_contain_text("in 33 s")
+    clock.fast_forward(120_000)
+    expect(facts).to_contain_text("1,200 · 5 min old")
+    view.patch(checkpoints={"commit": None})
+    expect(facts).to_contain_text("none yet")
+    view.patch(checkpoints=None)
+    expect(facts).not_to_contain_text("heckpoint")
+
+
+def test_the_name_opens_to_the_lease_the_driver_and_versions(view):
+    """By the keyboard too."""
+    view.open(state())
+    about = view.page.locator(".nbe-about")
+    expect(about.locator("li")).to_have_count(0)
+    about.locator("summary").focus()
+    view.page.keyboard.press("Enter")
+    lines = about.locator("li")
+    expect(lines).to_have_count(3)
+    expect(lines.nth(0)).to_have_text("Kept for 1 h after the last notebook or terminal has left")
+    expect(lines.nth(1)).to_contain_text("Driver: process 812, since")
+    expect(lines.nth(1)).to_contain_text("(2 h 5 min), restarted once")
+    expect(lines.nth(2)).to_have_text("Python 3.11.2, nbelastic 0.1.0, torch 2.13.0+cpu")
+    view.patch(driver={"lease": None, "restarts": 0})
+    expect(lines.nth(0)).to_have_text("Ends with its kernel")
+    expect(lines.nth(1)).not_to_contain_text("restarted")
+
+
 def test_the_overview_shows_the_newest_whole_commit(view, clock):
     """With a sharded model: its age counts on, and the memory of all copies. Other jobs have no such figures."""
     view.open(sharded())
     facts = view.page.locator(".nbe-facts").first
-    expect(facts).to_contain_text("1,232 · 4 s old")
+    expect(facts).to_contain_text("1,232 · 3 min old")
     expect(facts).to_contain_text("5.0\u00a0GB · in 420 ms")
-    clock.fast_forward(30_000)
-    expect(facts).to_contain_text("1,232 · 34 s old")
+    clock.fast_forward(120_000)
+    expect(facts).to_contain_text("1,232 · 5 min old")
     view.patch(copies={"commit": None, "memory": 0})
     expect(facts).to_contain_text("none yet")
     view.patch(copies=None)
@@ -43,7 +86,7 @@ def test_between_jobs_the_overview_shows_how_many_are_ready(view):
     ready = {"gpu1": host([worker(None, "ready"), worker(None, "ready")])}
     view.open(state(phase="waiting", reason="2 workers ready", job=None, world_size=0, hosts=ready))
     expect(view.page.locator(".nbe-phase")).to_have_text("ready")
-    expect(view.page.locator(".nbe-facts").first).to_contain_text("2 / 2–8")
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("2 (2–8)")
     expect(view.page.get_by_role("progressbar")).to_have_count(0)
     view.patch(hosts={"gpu1": {"workers": {"1#1": None}}})
     expect(view.page.locator(".nbe-phase")).to_have_text("waiting")

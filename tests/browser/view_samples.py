@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 NOW = 1_753_000_000.0  # the kernel's clock in each test
+VERSIONS = {"Python": "3.11.2", "nbelastic": "0.1.0", "torch": "2.13.0+cpu", "ipyparallel": ""}
 CHANGE = {"detect": 3.2, "abort": 12.4, "form": 29.0, "sync": 4.5, "first step": 18.1, "all": 71.2}
 
 
@@ -43,6 +44,8 @@ def state(**more):
         "max": 8,
     }
     job = {"job": "job-1", "outcome": "", "step": 1234, "total": None, "steps_per_second": 55.123, "report": {}}
+    driver = {"pid": 812, "since": NOW - 7500, "restarts": 1, "lease": 3600.0, "versions": VERSIONS}
+    more = {"driver": driver, "summary": None, "checkpoints": None, **more}
     rest = {"failed_at": None, "copies": None, "hosts": hosts, "events": [event(6)], "orders": []}
     return {**world, "reason": "4 workers train in generation 3", **job, **rest, **more}
 
@@ -56,7 +59,7 @@ def sharded(**more):
         "gpu1": host([worker(0), worker(1)], copies=rows["gpu1"]),
         "gpu2": host([worker(2), worker(3)], address="10.0.0.2", copies=rows["gpu2"]),
     }
-    copies = {"commit": 1232, "made_at": NOW - 4, "seconds": 0.42, "memory": 4960, "workers": 4}
+    copies = {"commit": 1232, "made_at": NOW - 184, "seconds": 0.42, "memory": 4960, "workers": 4}
     return state(hosts=hosts, copies=copies, **more)
 
 
@@ -132,4 +135,6 @@ def crowd():
     orders = [{"id": "another-1", "by": "%elastic_add", "text": f"add {long}:8", "word": "under way", "why": ""}]
     copies = {"commit": 1_232_123, "made_at": NOW - 4000, "seconds": 12.3, "memory": 123_456, "workers": 100}
     figures = {"report": report, "total": 20_000, "failed_at": NOW - 190, "copies": copies}
+    figures["summary"] = {"failures": 3, "lost": 0, "trained": 98.7}
+    figures["checkpoints"] = {"commit": 1200, "made_at": NOW - 4000, "size": 123_456.0, "every": 100}
     return state(hosts=hosts, events=events, orders=orders, **figures)

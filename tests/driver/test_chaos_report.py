@@ -16,9 +16,9 @@ def fault(at, kind="kill", worker="a/0#1", generation=1):
     return EventRecord(NOON + at, f"fault-{kind}", "chaos", worker[0], worker if kind != "host" else "", generation)
 
 
-def step(at, generation, took=0.0, repeated=0, leave=0.0):
+def step(at, generation, took=0.0, lost=0, leave=0.0):
     times = {"all": took * 1000, **({"leave": leave * 1000} if leave else {})}
-    return EventRecord(NOON + at, "training", "first step", generation=generation, took=times, repeated=repeated)
+    return EventRecord(NOON + at, "training", "first step", generation=generation, took=times, lost=lost)
 
 
 def ended(at, kind, text="job-1 failed: no"):
@@ -33,14 +33,14 @@ def report_on(*records, seconds=100.0, **more):
 
 def test_a_fault_is_survived_when_a_later_generation_makes_a_step():
     """The recovery lasts from the fault to the next step; a step of the generation that the fault has hit is none."""
-    (one,) = outcomes([fault(10), step(10.1, 1), step(10.5, 2, repeated=3)])
+    (one,) = outcomes([fault(10), step(10.1, 1), step(10.5, 2, lost=3)])
     assert (one.survived, round(one.recovery, 3), one.steps_lost) == (True, 0.5, 3)
     assert str(one) == "kill a/0#1: next step after 0.50 s, 3 steps lost"
 
 
 def test_two_faults_may_share_a_recovery():
     """A second fault before the first one's recovery: each has its time, and the lost steps count once."""
-    found = report_on(fault(10), fault(11, "stop", "b/0#1"), step(12, 2, repeated=4))
+    found = report_on(fault(10), fault(11, "stop", "b/0#1"), step(12, 2, lost=4))
     assert [round(each.recovery) for each in found.faults] == [2, 1]
     assert [each.steps_lost for each in found.faults] == [4, 0]
     assert found.steps_lost == 4

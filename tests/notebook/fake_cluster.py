@@ -18,7 +18,7 @@ from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.report_history import ReportHistory
 from nbelastic.protocol.requests import Piece
-from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
+from nbelastic.protocol.status import DriverFacts, EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
 def merge(target: dict, patch: dict) -> dict:
@@ -86,6 +86,7 @@ class FakeCluster:
         self.shown_stacks: list[WorkerStack] = []
         self.subscribers: list[object] = []
         self.died = False
+        self.driver = DriverFacts(4711, 1_753_000_000.0, 2, 3600.0, {"Python": "3.11.2", "torch": "2.13.0"})
         self.job: FakeJob | None = None
         self.raises: BaseException | None = None
         self.outputs: list[tuple[str, str, str, str | None]] = []

@@ -45,7 +45,12 @@ def test_the_contract_is_up_to_date():
 def test_the_bundle_is_up_to_date(tmp_path):
     """`npm run build` in widgets/ would change nothing, so users need no Node."""
     run_in_widgets("npm", "run", "--silent", "bundle", "--", f"--outdir={tmp_path}")
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["dashboard.css", "dashboard.js"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "dashboard.css",
+        "dashboard.js",
+        "page.html",
+        "page.js",
+    ]
     assert [path.name for path in tmp_path.iterdir() if path.read_text() != widget_text(path.name)] == []
 
 

@@ -97,6 +97,9 @@ def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_pa
     """When every process is killed, the next job begins with the weights of the newest checkpoint on all ranks."""
     first = runs(1, before)
     until(lambda: len(saved_commits(tmp_path)) >= 2, what="two checkpoints")
+    until(
+        lambda: first.cluster.status().checkpoint.commit in saved_commits(tmp_path), what="a report of the newest one"
+    )
     for pid in processes_of(first.cluster):
         with contextlib.suppress(ProcessLookupError):  # it has ended together with its parent
             os.kill(pid, signal.SIGKILL)

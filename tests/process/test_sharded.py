@@ -125,9 +125,7 @@ def test_copies_at_every_fourth_commit(trains):
     finish(training)
     lost = lost_steps(training)
     assert max(lost.values()) <= 7
-    logged = {
-        e.generation: e.repeated for e in training.cluster.events if e.kind == "training" and e.generation in lost
-    }
+    logged = {e.generation: e.lost for e in training.cluster.events if e.kind == "training" and e.generation in lost}
     assert all(0 <= logged[generation] - lost[generation] <= 1 for generation in lost), (logged, lost)
 
 

@@ -2,7 +2,7 @@
 /** @import { WorldChange } from "./report_table.js" */
 import uPlot from "uplot";
 import { button, element, setAttribute, setText } from "./dom.js";
-import { dateAndTime, number, timeOfDay } from "./format.js";
+import { dateAndTime, number, reported, timeOfDay } from "./format.js";
 import { isNumber } from "./report_table.js";
 
 const HEIGHT = 150; // CSS pixels
@@ -78,14 +78,14 @@ export class Chart {
   describe(/** @type {ChartContent} */ { x, y, byTime }) {
     const known = y.filter(isNumber);
     const at = (/** @type {number} */ value) => (byTime ? dateAndTime(value) : `step ${number(value)}`);
-    const range = `lowest ${number(Math.min(...known))}, highest ${number(Math.max(...known))}`;
-    const ends = `from ${number(known[0])} to ${number(known[known.length - 1])}`;
+    const range = `lowest ${reported(Math.min(...known))}, highest ${reported(Math.max(...known))}`;
+    const ends = `from ${reported(known[0])} to ${reported(known[known.length - 1])}`;
     setAttribute(this.box, "aria-label", `${this.name} ${ends}, ${at(x[0])} to ${at(x[x.length - 1])}, ${range}`);
   }
 
   showNewest(/** @type {ChartContent} */ { y }) {
     const known = y.filter(isNumber);
-    setText(this.value, number(known[known.length - 1]));
+    setText(this.value, reported(known[known.length - 1]));
   }
 
   /** Show the value below the pointer, which may be above another chart. */
@@ -98,7 +98,7 @@ export class Chart {
       return this.showNewest(content);
     }
     const [x, y] = [content.x[i], content.y[i]];
-    setText(this.value, y === null || y === undefined ? "–" : number(y));
+    setText(this.value, y === null || y === undefined ? "–" : reported(y));
     const near = content.changes.find((change) => Math.abs(this.placeOf(plot, change) - plot.valToPos(x, "x")) < 4);
     const world = near ? ` · world of ${near.size}, was ${near.before}` : "";
     this.owner.onCursor(`${content.byTime ? dateAndTime(x) : `step ${number(x)}`}${world}`);

@@ -3,9 +3,9 @@
 /** @import { Timers } from "./timers.js" */
 
 /**
- * The part of anywidget's model that a view uses.
+ * The part of anywidget's model that a view uses. `peer`: what answers, if it is not a kernel.
  * @typedef {{get(name: string): any, on(name: string, listener: Function): void,
- *   off(name: string, listener: Function): void, send(content: unknown): void}} Model
+ *   off(name: string, listener: Function): void, send(content: unknown): void, peer?: string}} Model
  */
 /**
  * @template {keyof Answers} Name
@@ -21,6 +21,7 @@ export class Connection {
     this.timers = timers;
     this.onAnswer = onAnswer;
     this.isClosed = false;
+    this.peer = model.peer ?? "kernel";
     this.prefix = `${Array.from(crypto.getRandomValues(new Uint32Array(2)), (n) => n.toString(36)).join("")}-`;
     this.count = 0;
     /** @type {Map<string, {ask: string, onAnswer: (answer: any) => void, timer: number}>} */
@@ -49,14 +50,14 @@ export class Connection {
   ask(query, onAnswer, timeout = ANSWER_TIMEOUT) {
     const { ask } = query;
     if ([...this.openQueries.values()].some((open) => open.ask === ask)) return;
-    if (this.isClosed) return onAnswer({ error: "the connection to the kernel is closed" });
+    if (this.isClosed) return onAnswer({ error: `the connection to the ${this.peer} is closed` });
     const id = this.prefix + ++this.count;
-    const onTimeout = () => this.settle(id, { error: `no answer from the kernel for ${timeout / 1000} s` });
+    const onTimeout = () => this.settle(id, { error: `no answer from the ${this.peer} for ${timeout / 1000} s` });
     this.openQueries.set(id, { ask, onAnswer, timer: this.timers.later(onTimeout, timeout) });
     try {
       this.model.send({ ...query, id });
     } catch (error) {
-      this.settle(id, { error: `the query cannot be sent to the kernel: ${error}` });
+      this.settle(id, { error: `the query cannot be sent to the ${this.peer}: ${error}` });
     }
   }
 

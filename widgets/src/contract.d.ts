@@ -73,6 +73,42 @@ export interface Copies {
   workers: number;
 }
 
+/**
+ * The job's checkpoints, one every `every` commits. `commit`: of the newest one; None: there is none yet.
+ *
+ * `made_at`: when it was complete, in seconds since 1970. `size`: MB.
+ */
+export interface Checkpoints {
+  commit: number | null;
+  made_at: number;
+  size: number;
+  every: number;
+}
+
+/**
+ * What losses have cost the job. `lost`: commits that had to be made again; None: not known.
+ *
+ * `trained`: percent of its time in which it trained; None: not known.
+ */
+export interface Summary {
+  failures: number;
+  lost: number | null;
+  trained: number | null;
+}
+
+/**
+ * The driver. `since`: seconds since 1970. `restarts`: how many drivers the cluster had before.
+ *
+ * `lease`: seconds for which the cluster lives without a client; None: it ends with its kernel.
+ */
+export interface Driver {
+  pid: number;
+  since: number;
+  restarts: number;
+  lease: number | null;
+  versions: Record<string, string>;
+}
+
 /** All that a view shows, except the time. `failed_at`: seconds since 1970. */
 export interface ClusterView {
   name: string;
@@ -90,6 +126,9 @@ export interface ClusterView {
   report: Record<string, number | string>;
   failed_at: number | null;
   copies: Copies | null;
+  checkpoints: Checkpoints | null;
+  summary: Summary | null;
+  driver: Driver | null;
   hosts: Record<string, Host>;
   events: Event[];
   orders: RequestStatus[];
@@ -112,6 +151,9 @@ export interface KeyFrame {
   report: Record<string, number | string>;
   failed_at: number | null;
   copies: Copies | null;
+  checkpoints: Checkpoints | null;
+  summary: Summary | null;
+  driver: Driver | null;
   hosts: Record<string, Host>;
   events: Event[];
   orders: RequestStatus[];

@@ -1,5 +1,5 @@
 /** Numbers, times and names as text. */
-/** @import { KeyFrame, Writer } from "./contract.js" */
+/** @import { Checkpoints, Driver, KeyFrame, Summary, Writer } from "./contract.js" */
 
 export const plural = (/** @type {number} */ n, /** @type {string} */ word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
@@ -10,9 +10,15 @@ export function number(/** @type {number|string} */ n) {
   return Number.isInteger(n) ? GROUPED.format(n) : Number(n.toPrecision(3)).toString();
 }
 
-/** `4 / 2–8`, `4 / 4` or `3 / 2+`. */
+/** A value that the program has reported: all five digits that the kernel sends. */
+export function reported(/** @type {number|string} */ n) {
+  if (typeof n === "string" || Number.isInteger(n)) return number(n);
+  return Math.abs(n) >= 1000 ? GROUPED.format(n) : Number(n.toPrecision(5)).toString();
+}
+
+/** `4 (2–8)`, `4 (always 4)` or `3 (at least 2)`. */
 export function sizeWithBounds(/** @type {number} */ size, /** @type {number} */ min, /** @type {?number} */ max) {
-  return `${size} / ${max === null ? `${min}+` : min === max ? min : `${min}–${max}`}`;
+  return `${size} (${max === null ? `at least ${min}` : min === max ? `always ${min}` : `${min}–${max}`})`;
 }
 
 /** `320 MB` or `3.3 GB`; with a total `0.5 / 128 GB`, in the total's unit. */
@@ -44,6 +50,15 @@ export function milliseconds(/** @type {number} */ ms) {
 
 /** `14:05:31`, in the reader's time zone; `seconds` since 1970. */
 export const timeOfDay = (/** @type {number} */ seconds) => new Date(seconds * 1000).toTimeString().slice(0, 8);
+
+const DAY = new Intl.DateTimeFormat("en", { day: "numeric", month: "short" });
+const dayOf = (/** @type {number} */ seconds) => new Date(seconds * 1000).toDateString();
+
+/** `14:05:31`; with its day, `Nov 26, 14:05:31`, if that is not the day of `now`. */
+export function momentOf(/** @type {number} */ seconds, /** @type {number} */ now) {
+  const time = timeOfDay(seconds);
+  return dayOf(seconds) === dayOf(now) ? time : `${DAY.format(new Date(seconds * 1000))}, ${time}`;
+}
 
 /** `2026-11-26 14:05:31`, in the reader's time zone; `seconds` since 1970. */
 export function dateAndTime(/** @type {number} */ seconds) {
@@ -78,6 +93,42 @@ export function timeLeft(/** @type {KeyFrame} */ state) {
   const { step, total, steps_per_second: speed } = state;
   if (!state.job || state.outcome || !total || !speed || step >= total) return "";
   return `about ${duration((total - step) / speed)}`;
+}
+
+/** `0 steps lost in 3 failures · trained 98.7 % of the time`; a number that is not known is left out. */
+export function losses(/** @type {?Summary} */ summary) {
+  const { failures = 0, lost, trained } = summary ?? {};
+  const parts = [];
+  if (failures && typeof lost === "number") parts.push(`${plural(lost, "step")} lost in ${plural(failures, "failure")}`);
+  if (typeof trained === "number") parts.push(`trained ${trained}\u00a0% of the time`);
+  return parts.join(" · ");
+}
+
+/** `1,200 · 12 s old · 35 MB`, or `none yet`. */
+export function newestCheckpoint(/** @type {Checkpoints} */ { commit, made_at, size }, /** @type {number} */ now) {
+  if (typeof commit !== "number") return "none yet"; // a patch deletes what is null
+  const space = size < 1 ? `${Math.max(1, Math.round(size * 1000))}\u00a0kB` : megabytes(size);
+  return `${number(commit)} · ${duration(now - made_at)} old · ${space}`;
+}
+
+/** When the next checkpoint is due: `in 12 s`, or `at 1,300` if the speed is not known. */
+export function nextCheckpoint(/** @type {Checkpoints} */ { every }, /** @type {KeyFrame} */ state) {
+  const at = (Math.floor(state.step / every) + 1) * every;
+  const speed = state.steps_per_second;
+  return { at, text: speed ? `in ${duration((at - state.step) / speed)}` : `at ${number(at)}` };
+}
+
+/** How long the cluster lives, its driver, and the versions: a sentence for each. */
+export function driverFacts(/** @type {Driver} */ { pid, since, restarts, lease, versions }, /** @type {number} */ now) {
+  const kept = typeof lease === "number";
+  const life = kept ? `Kept for ${duration(lease)} after the last notebook or terminal has left` : "Ends with its kernel";
+  const again = restarts ? `, restarted ${restarts === 1 ? "once" : `${restarts} times`}` : "";
+  const known = Object.entries(versions).filter(([, version]) => version);
+  return [
+    life,
+    `Driver: process ${pid}, since ${momentOf(since, now)} (${duration(now - since)})${again}`,
+    known.map(([name, version]) => `${name} ${version}`).join(", "),
+  ];
 }
 
 export function sinceFailure(/** @type {?number} */ failedAt, /** @type {number} */ now) {

@@ -1,15 +1,20 @@
 /** The top of the view: phase, reason, figures and progress. */
-/** @import { Copies, KeyFrame } from "./contract.js" */
+/** @import { Checkpoints, Copies, KeyFrame } from "./contract.js" */
 /** @import { FigureContent } from "./figure.js" */
 import { element, setAttribute, setText } from "./dom.js";
 import { announcement } from "./events.js";
 import { Figure } from "./figure.js";
 import {
+  driverFacts,
   duration,
+  losses,
   megabytes,
   milliseconds,
+  newestCheckpoint,
+  nextCheckpoint,
   number,
   plural,
+  reported,
   sinceFailure,
   sizeWithBounds,
   timeLeft,
@@ -29,18 +34,57 @@ function copyFigures(/** @type {Copies} */ { commit, made_at, seconds, memory, w
   ];
 }
 
+/** @returns {[string, FigureContent][]} */
+function checkpointFigures(/** @type {Checkpoints} */ checkpoints, /** @type {KeyFrame} */ state, /** @type {number} */ now, /** @type {boolean} */ training) {
+  /** @type {[string, FigureContent][]} */
+  const items = [["Checkpoint", { value: newestCheckpoint(checkpoints, now), title: "The newest one: step, age, size" }]];
+  const { at, text } = nextCheckpoint(checkpoints, state);
+  const title = `At step ${number(at)}: one is written every ${plural(checkpoints.every, "step")}`;
+  if (training) items.push(["Next checkpoint", { value: text, title }]);
+  return items;
+}
+
+/** The cluster's name, which opens to its lease, its driver and versions. */
+class About {
+  constructor() {
+    this.name = element("summary");
+    this.list = element("ul");
+    this.node = element("details", { class: "nbe-about" }, this.name, this.list);
+    this.node.addEventListener("toggle", () => this.fill());
+    /** @type {string[]} */
+    this.facts = [];
+  }
+
+  draw(/** @type {KeyFrame} */ state, /** @type {number} */ now) {
+    setText(this.name, state.name);
+    this.facts = state.driver ? driverFacts(state.driver, now) : [];
+    this.fill();
+  }
+
+  fill() {
+    if (!this.node.open) return;
+    const known = this.list.children;
+    while (known.length > this.facts.length) known[known.length - 1].remove();
+    while (known.length < this.facts.length) this.list.append(element("li"));
+    this.facts.forEach((fact, i) => setText(known[i], fact));
+  }
+}
+
 export class Overview {
   constructor() {
     this.phase = element("strong", { class: "nbe-phase" });
     this.reason = element("span", { class: "nbe-reason" });
-    this.since = element("p", { class: "nbe-since" });
+    this.about = new About();
+    this.since = element("span");
+    this.losses = element("span", { class: "nbe-losses" });
     this.facts = element("dl", { class: "nbe-facts" });
     this.figures = new KeyedList(this.facts, (name) => new Figure(name));
     this.done = element("div", { class: "nbe-done" });
     this.bar = element("div", { class: "nbe-progress", role: "progressbar", "aria-label": "Steps done" }, this.done);
     this.announced = element("p", { class: "nbe-hidden", role: "status", "aria-label": "News" });
     const sentence = element("p", { class: "nbe-state" }, this.phase, " ", this.reason);
-    const head = element("header", { class: "nbe-head" }, sentence, this.since);
+    const past = element("p", { class: "nbe-since" }, this.losses, this.since);
+    const head = element("header", { class: "nbe-head" }, sentence, past, this.about.node);
     this.node = element("div", {}, head, this.facts, this.bar, this.announced);
     /** @type {?KeyFrame} */
     this.before = null;
@@ -53,8 +97,9 @@ export class Overview {
     setText(this.phase, idle ? "ready" : state.phase);
     setAttribute(this.phase, "data-tone", idle ? "good" : tone(state.phase));
     setText(this.reason, state.reason);
-    const since = state.phase === "finished" ? "" : sinceFailure(state.failed_at, now);
-    setText(this.since, [state.name, since].filter(Boolean).join(" · "));
+    setText(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
+    setText(this.losses, losses(state.summary));
+    this.about.draw(state, now);
     this.figures.draw(this.items(state, training, ready, now), null);
     this.drawProgress(state.step, training ? state.total : null);
     if (this.before) {
@@ -92,8 +137,9 @@ export class Overview {
     if (training && state.steps_per_second !== null)
       items.push(["Steps per second", { value: number(state.steps_per_second) }]);
     if (timeLeft(state)) items.push(["Time left", { value: timeLeft(state) }]);
+    if (state.checkpoints) items.push(...checkpointFigures(state.checkpoints, state, now, training));
     if (training && state.copies) items.push(...copyFigures(state.copies, now));
-    for (const [name, value] of Object.entries(state.report)) items.push([name, { value: number(value) }]);
+    for (const [name, value] of Object.entries(state.report)) items.push([name, { value: reported(value) }]);
     return items;
   }
 }

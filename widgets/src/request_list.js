@@ -41,13 +41,13 @@ export class RequestList {
       };
       this.timers.later(() => {
         const current = unanswered();
-        if (current) current.why = "no answer yet; the kernel may be busy or have ended";
+        if (current) current.why = `no answer yet; the ${this.connection.peer} may be busy or have ended`;
         this.show();
       }, HINT_AFTER);
       this.timers.later(() => unanswered() && this.drop(status.id), MAX_UNANSWERED);
     } catch (error) {
       status.id = `unsent ${text}`;
-      Object.assign(status, { word: "refused", why: `it cannot be sent to the kernel: ${error}` });
+      Object.assign(status, { word: "refused", why: `it cannot be sent to the ${this.connection.peer}: ${error}` });
       this.timers.later(() => this.drop(status.id), 3 * SHOW_OUTCOME);
     }
     this.shown.set(status.id, status);

@@ -36,7 +36,9 @@ export class TimelineChart {
     const title = `${timeOfDay(event.time)} ${event.text}`;
     const node = element("span", { "data-kind": category, "data-tone": tone(event.kind), title }, MARKS[category]);
     node.addEventListener("click", () => onClick(event.n));
-    const draw = (/** @type {Mark} */ { x }) => setAttribute(node, "style", `left:${x}%`);
+    const draw = (/** @type {Mark} */ { x }) => {
+      node.style.left = `${x}%`;
+    };
     return { node, draw };
   }
 

@@ -209,7 +209,7 @@ export class View {
       this.connection.ask({ ask: "hello" }, () => {}, 6 * HELLO_TIMEOUT);
     }
     if (Date.now() - this.askedAt >= HELLO_TIMEOUT)
-      this.warn("No answer from the kernel: it is busy, was restarted or has ended.", duration(quiet / 1000));
+      this.warn(`No answer from the ${this.connection.peer}: it is busy, was restarted or has ended.`, duration(quiet / 1000));
   }
 
   /** Show that the view is out of date. */
@@ -238,7 +238,7 @@ export class View {
     if (connected === false) {
       this.connection.isClosed = true;
       if (this.state().phase !== "finished")
-        this.warn("The connection to the kernel is closed: it was restarted or has ended.");
+        this.warn(`The connection to the ${this.connection.peer} is closed: it was restarted or has ended.`);
       this.drawSoon();
     } else {
       this.connection.isClosed = false;

@@ -4,11 +4,16 @@ import { test } from "node:test";
 
 import {
   duration,
+  losses,
   megabytes,
   milliseconds,
+  momentOf,
+  newestCheckpoint,
+  nextCheckpoint,
   number,
   ranges,
   rankNames,
+  reported,
   sinceFailure,
   sizeWithBounds,
   timeLeft,
@@ -18,7 +23,7 @@ import {
 const NB = "\u00a0";
 
 test("sizes, times and numbers are short and exact enough", () => {
-  assert.deepEqual([sizeWithBounds(4, 2, 8), sizeWithBounds(4, 4, 4), sizeWithBounds(3, 2, null)], ["4 / 2–8", "4 / 4", "3 / 2+"]);
+  assert.deepEqual([sizeWithBounds(4, 2, 8), sizeWithBounds(4, 4, 4), sizeWithBounds(3, 2, null)], ["4 (2–8)", "4 (always 4)", "3 (at least 2)"]);
   assert.deepEqual([8, 119, 180, 7200, 7500, 100_000].map(duration), [
     "8 s",
     "119 s",
@@ -31,6 +36,42 @@ test("sizes, times and numbers are short and exact enough", () => {
   assert.equal(megabytes(512, 128_000), `0.5 / 128${NB}GB`);
   assert.deepEqual([4.54, 85.4, 1234, 12_340].map(milliseconds), ["4.5 ms", "85 ms", "1,234 ms", "12.3 s"]);
   assert.deepEqual([1234567, 0.23171, 0.000123, "nan"].map(number), ["1,234,567", "0.232", "0.000123", "nan"]);
+});
+
+test("reported values keep the five digits that the kernel sends", () => {
+  assert.deepEqual([2.3456, 1234.5, 0.000012346, 12, 1e21, "nan"].map(reported), [
+    "2.3456",
+    "1,234.5",
+    "0.000012346",
+    "12",
+    number(1e21),
+    "nan",
+  ]);
+});
+
+test("a moment of another day has its day", () => {
+  const noon = new Date(2026, 10, 26, 12).getTime() / 1000;
+  assert.deepEqual(
+    [noon - 3600, noon - 86_400].map((time) => momentOf(time, noon)),
+    ["11:00:00", "Nov 25, 12:00:00"],
+  );
+});
+
+test("what failures have cost is said as far as it is known", () => {
+  const trained = `trained 98.7${NB}% of the time`;
+  assert.equal(losses(null), "");
+  assert.equal(losses({ failures: 0, lost: 0, trained: 98.7 }), trained);
+  assert.equal(losses({ failures: 1, lost: 1, trained: 98.7 }), `1 step lost in 1 failure · ${trained}`);
+  assert.equal(losses({ failures: 3, lost: null, trained: null }), "");
+});
+
+test("a checkpoint has its step, age and size, and the next one a time", () => {
+  const newest = { commit: 1200, made_at: 88, size: 35.2, every: 100 };
+  assert.equal(newestCheckpoint(newest, 100), `1,200 · 12 s old · 35${NB}MB`);
+  assert.equal(newestCheckpoint({ ...newest, size: 0.0123 }, 100), `1,200 · 12 s old · 12${NB}kB`);
+  assert.equal(newestCheckpoint({ ...newest, commit: null }, 100), "none yet");
+  assert.deepEqual(nextCheckpoint(newest, { step: 1234, steps_per_second: 2 }), { at: 1300, text: "in 33 s" });
+  assert.deepEqual(nextCheckpoint(newest, { step: 1300, steps_per_second: null }), { at: 1400, text: "at 1,400" });
 });
 
 test("the time left and the time since a failure are shown only if they are known", () => {
