@@ -89,20 +89,34 @@ def cluster(shared_cluster: nbe.Cluster) -> Iterator[nbe.Cluster]:
 
 
 @pytest.fixture(scope="module")
-def mended_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
+def mended_cluster(tmp_path_factory: pytest.TempPathFactory, backend: str) -> Iterator[nbe.Cluster]:
     """Three workers on this machine, for all tests of a module. A worker that a test loses is replaced."""
-    logs = tmp_path_factory.mktemp("logs")
-    with nbe.Cluster("localhost:3", min=1, cooldown=(0, 0), log_dir=logs, code_sync=False) as one:
+    options = {"log_dir": tmp_path_factory.mktemp("logs"), "code_sync": False, **CLUSTERS[backend]}
+    with nbe.Cluster("localhost:3", min=1, cooldown=(0, 0), **options) as one:
         yield one
 
 
 @pytest.fixture
-def shared_training(mended_cluster: nbe.Cluster, tmp_path: Path) -> Iterator[Training]:
-    """Three ranks that train, in the cluster of all tests of a module. If the test does not end the job, it is stopped."""
-    until(lambda: sum(worker.state == "ready" for worker in mended_cluster.workers) == 3, what="three ready workers")
-    training = Training(mended_cluster, tmp_path / "steps", programs.train)
+def trains_on(mended_cluster: nbe.Cluster, tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    """As `trains`, in the cluster of all tests of a module: `trains_on(programs.train)`. Stops a job that a test leaves."""
+    started: list[Training] = []
+
+    def start(program: Any = programs.train, **kwargs: Any) -> Training:
+        three = lambda: sum(worker.state == "ready" for worker in mended_cluster.workers) == 3
+        until(three, what="three ready workers")
+        started.append(Training(mended_cluster, tmp_path / "steps", program, **kwargs))
+        return started[-1]
+
+    yield start
+    for training in started:
+        if not training.job.done():
+            training.job.stop()
+            training.job.wait(timeout=20)
+
+
+@pytest.fixture
+def shared_training(trains_on: Callable[..., Training]) -> Training:
+    """Three ranks that train, in the cluster of all tests of a module."""
+    training = trains_on()
     training.wait_for_world(3)
-    yield training
-    if not training.job.done():
-        training.job.stop()
-        training.job.wait(timeout=20)
+    return training
