@@ -101,10 +101,10 @@ def trains_on(mended_cluster: nbe.Cluster, tmp_path: Path) -> Iterator[Callable[
     """As `trains`, in the cluster of all tests of a module: `trains_on(programs.train)`. Stops a job that a test leaves."""
     started: list[Training] = []
 
-    def start(program: Any = programs.train, **kwargs: Any) -> Training:
+    def start(program: Any = programs.train, *, into: str = "steps", **kwargs: Any) -> Training:
         three = lambda: sum(worker.state == "ready" for worker in mended_cluster.workers) == 3
         until(three, what="three ready workers")
-        started.append(Training(mended_cluster, tmp_path / "steps", program, **kwargs))
+        started.append(Training(mended_cluster, tmp_path / into, program, **kwargs))
         return started[-1]
 
     yield start
