@@ -45,7 +45,7 @@ class Training:
         return [line for line in lines_in(self.folder) if key in line]
 
     def events(self, kind: str) -> list[Any]:
-        """Those of this kind since the job was started."""
+        """The events of this kind since the job was started."""
         return [event for event in self.cluster.events[self._earlier :] if event.kind == kind]
 
     def wait_for_world(self, world: int, timeout: float = 30.0) -> list[Any]:
