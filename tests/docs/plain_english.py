@@ -10,7 +10,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MOST_WORDS = 25  # in a sentence
@@ -72,9 +72,9 @@ def prose_of_page(text: str) -> Prose:
 
 def prose_of_code(source: str) -> Prose:
     """Docstrings, paragraph by paragraph; comments, neighbours on full lines together; texts of at least four words."""
-    tree = ast.parse(source)
-    yield from texts_in(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    yield from texts_in(nodes)
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
             if (
@@ -100,11 +100,11 @@ def prose_of_code(source: str) -> Prose:
         yield begun, " ".join(lines)
 
 
-def texts_in(tree: ast.Module) -> Prose:
+def texts_in(nodes: Sequence[ast.AST]) -> Prose:
     """What the code shows to people: string literals that are sentences, f-strings with their values as `CODE`."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in nodes:
         match node:
             case ast.JoinedStr(values=values):
                 text = "".join(str(v.value) if isinstance(v, ast.Constant) else "CODE" for v in values)
@@ -134,17 +134,18 @@ def plain(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Split where a sentence ends, or a colon or semicolon begins another clause."""
-    return [part for part in re.split(r"(?<=[.!?:;])\s+", plain(text)) if part]
+    """Split plain text where a sentence ends, or a colon or semicolon begins another clause."""
+    return [part for part in re.split(r"(?<=[.!?:;])\s+", text) if part]
 
 
 def faults(path: Path) -> Iterator[tuple[int, str]]:
     """The line and a description of each fault in this file."""
-    for line, text in prose_of(path):
+    for line, prose in prose_of(path):
+        text = plain(prose)
         for pattern, instead in PATTERNS.items():
-            for found in pattern.finditer(plain(text)):
+            for found in pattern.finditer(text):
                 yield line, f"“{found[0]}”: write {instead}"
-        for riddle in RIDDLE.finditer(plain(text)):
+        for riddle in RIDDLE.finditer(text):
             yield line, f"“{riddle[0].strip(' .:;')}” as a subject: begin with a noun"
         for sentence in sentences(text):
             words = len(re.findall(r"[\w'’`-]+", sentence))

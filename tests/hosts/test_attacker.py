@@ -268,7 +268,6 @@ def test_thousands_of_connections_to_each_endpoint(network, trains):
     training.finish()
 
 
-@pytest.mark.cold  # it reads what the system shows of processes
 def test_keys_are_kept_on_hosts(network, make, temporary):
     """No command line, environment, log, event or `repr` has a key, and only the owner can read the files."""
     cluster = make(min=2, keep=True)  # so that the driver snapshot has the keys

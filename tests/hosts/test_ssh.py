@@ -155,7 +155,6 @@ def test_without_any_host_the_start_fails(network, make):
     assert not strays(network)
 
 
-@pytest.mark.cold
 def test_all_processes_of_a_host_end_with_its_agent_and_with_the_cluster(network, temporary, trains):
     """When an agent is killed, its worker and the worker's child end, and the host is started again; `stop()` ends all."""
     training = trains("h1:1,h2:1", program=train_with_child)

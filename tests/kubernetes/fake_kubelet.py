@@ -22,7 +22,7 @@ import psutil
 from nbelastic.provision import ssh
 from nbelastic.system.interfaces import address_towards
 from tests.support import warm_request
-from tests.support.warm_agents import WarmPopen
+from tests.support.warm_agents import WarmPopen, tunnelled
 
 IMAGE = "registry.lab/nbelastic:1"  # the only one that there is
 RESCHEDULE = 0.05  # seconds between two looks
@@ -220,8 +220,7 @@ class FakeNodes:
 
 def here(words):
     """The command on this machine. An agent is a fork of the tests' warm process, if there is one."""
-    tunnelled = f"from nbelastic.tunnel.host import main; main(lambda: exec({ssh.AGENT!r}))"
-    names = {"python3": sys.executable, warm_request.AGENT: ssh.AGENT, ssh.TUNNELLED_AGENT: tunnelled}
+    names = {"python3": sys.executable, warm_request.AGENT: ssh.AGENT, ssh.TUNNELLED_AGENT: tunnelled()}
     return [names.get(word, word) for word in words]
 
 

@@ -12,7 +12,7 @@ import nbelastic as nbe
 from tests.process import programs
 from tests.process.training import Training
 from tests.support.nccl_double import CLUSTERS
-from tests.support.processes import alive, processes_of
+from tests.support.processes import alive, descendants, processes_of
 from tests.support.waiting import until
 
 
@@ -36,6 +36,7 @@ def make(tmp_path: Path, backend: str) -> Iterator[Callable[..., nbe.Cluster]]:
     """Start clusters. At the end the fixture stops them, and waits until all their processes have ended."""
     started: list[nbe.Cluster] = []
     pids: set[int] = set()
+    others = descendants()  # of a cluster that several tests share
 
     def start(hosts: str | None = "localhost:3", **options: Any) -> nbe.Cluster:
         logs = tmp_path / f"logs{len(started)}"
@@ -49,7 +50,7 @@ def make(tmp_path: Path, backend: str) -> Iterator[Callable[..., nbe.Cluster]]:
 
     yield start
     for cluster in started:
-        pids |= processes_of(cluster)
+        pids |= processes_of(cluster) - others
         cluster.stop()
     until(lambda: not [pid for pid in pids if alive(pid)], 5, "all processes to end")
 
@@ -85,3 +86,37 @@ def cluster(shared_cluster: nbe.Cluster) -> Iterator[nbe.Cluster]:
     assert {w.id: w.pid for w in shared_cluster.workers} == before
     assert {host.phase for host in shared_cluster.hosts} == {"up"}
     shared_cluster.wait(3, timeout=10)
+
+
+@pytest.fixture(scope="module")
+def mended_cluster(tmp_path_factory: pytest.TempPathFactory, backend: str) -> Iterator[nbe.Cluster]:
+    """Three workers on this machine, for all tests of a module. A worker that a test loses is replaced."""
+    options = {"log_dir": tmp_path_factory.mktemp("logs"), "code_sync": False, **CLUSTERS[backend]}
+    with nbe.Cluster("localhost:3", min=1, cooldown=(0, 0), **options) as one:
+        yield one
+
+
+@pytest.fixture
+def trains_on(mended_cluster: nbe.Cluster, tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    """As `trains`, in the cluster of all tests of a module: `trains_on(programs.train)`. Stops a job that a test leaves."""
+    started: list[Training] = []
+
+    def start(program: Any = programs.train, *, into: str = "steps", **kwargs: Any) -> Training:
+        three = lambda: sum(worker.state == "ready" for worker in mended_cluster.workers) == 3
+        until(three, what="three ready workers")
+        started.append(Training(mended_cluster, tmp_path / into, program, **kwargs))
+        return started[-1]
+
+    yield start
+    for training in started:
+        if not training.job.done():
+            training.job.stop()
+            training.job.wait(timeout=20)
+
+
+@pytest.fixture
+def shared_training(trains_on: Callable[..., Training]) -> Training:
+    """Three ranks that train, in the cluster of all tests of a module."""
+    training = trains_on()
+    training.wait_for_world(3)
+    return training

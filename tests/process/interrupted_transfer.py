@@ -1,4 +1,4 @@
-"""A program with a model of 240 MB: it finds mixtures of two commits, and kills ranks in the middle of a transfer.
+"""A program with a large model: it finds mixtures of two commits, and kills ranks in the middle of a transfer.
 
 Every step adds 1 to each element, so each element of a whole state equals the number of its step.
 """
@@ -16,7 +16,8 @@ from typing import Any
 import nbelastic as nbe
 from tests.process import programs
 
-TENSORS, ELEMENTS = 60, 1_000_000
+TENSORS, ELEMENTS = 60, 300_000  # 72 MB; each tensor is large enough to be sent by itself
+MANY = 1_000_000  # elements, for a transfer that takes long
 AHEAD_AT = 5  # the step at which the last rank dies, when others may be one commit ahead
 LAST = 9
 SIZE = 4
@@ -71,18 +72,20 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
     transfer.Channel.begin = counted  # type: ignore[method-assign]
 
 
-def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int = 1) -> list[tuple[Any, ...]]:
+def train(
+    folder: str, ahead: int, dying: str, scarce: bool = False, steps: int = 1, elements: int = ELEMENTS
+) -> list[tuple[Any, ...]]:
     """Kill the last rank when the ranks below `ahead` are one commit ahead; then kill `dying` in the transfer.
 
     `dying`: "sends", "receives" (one of them), "both" or "". `scarce`: there is no memory for a second copy of the state.
-    `steps`: optimizer steps per commit; with two, each commit copies the tensors.
+    `steps`: optimizer steps per commit; with two, each commit copies the tensors. `elements`: of each tensor.
     """
     import torch
     import torch.distributed as dist
 
     from nbelastic.state import transfer
 
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS)])
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(elements)) for _ in range(TENSORS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0 / steps)
     state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
     seen = []

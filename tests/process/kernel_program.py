@@ -9,15 +9,18 @@ prints the seconds until its imports were done, until it had the cluster, and un
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
 import nbelastic as nbe
+from nbelastic.client import driver_process
 from tests.process import programs
 from tests.process.script_training import MANY_STEPS, TRAIN
 
 
 def main() -> None:
+    driver_process.CODE = os.environ.get("TESTS_DRIVER", driver_process.CODE)  # see tests/support/warm_agents.py
     settings = json.loads(sys.argv[1])
     if settings.get("attach"):
         start = time.monotonic()

@@ -18,7 +18,7 @@ from typing import Any
 import nbelastic as nbe
 from nbelastic.system.private_files import replace_private
 
-PAUSE = 0.01
+PAUSE = 0.03
 
 
 def notebook_function(source):

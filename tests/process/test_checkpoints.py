@@ -4,14 +4,13 @@ import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 import nbelastic as nbe
 from tests.process import programs
 from tests.process.training import Training
-from tests.support.processes import processes_of
+from tests.support.processes import descendants, processes_of
 from tests.support.waiting import until
 
 
@@ -44,18 +43,14 @@ def train(folder, width=16):
 
 
 @pytest.fixture
-def runs(make, tmp_path):
-    """`runs(number, hosts)`: train on a new cluster; all of them share one folder of checkpoints."""
+def runs(make, trains_on, tmp_path):
+    """`runs(number, hosts)`: train on a new cluster, or without hosts on that of all tests, into one folder of checkpoints."""
 
-    def start(number, hosts, every=5, **kwargs):
-        return Training(
-            make(hosts),
-            tmp_path / f"run{number}",
-            train,
-            checkpoint=tmp_path / "kept",
-            checkpoint_every=every,
-            **kwargs,
-        )
+    def start(number, hosts="", every=5, **kwargs):
+        options = {"checkpoint": tmp_path / "kept", "checkpoint_every": every, **kwargs}
+        if not hosts:
+            return trains_on(train, into=f"run{number}", **options)
+        return Training(make(hosts), tmp_path / f"run{number}", train, **options)
 
     return start
 
@@ -67,9 +62,9 @@ def saved_commits(tmp_path):
 
 def beginning_of(training):
     """The step, the commit and the weights with which all ranks began."""
-    where = {
-        (line["begin"], line["commits"], line["sum"]) for line in training.lines("begin") if line["generation"] == 1
-    }
+    lines = training.lines("begin")
+    first = min(line["generation"] for line in lines)
+    where = {(line["begin"], line["commits"], line["sum"]) for line in lines if line["generation"] == first}
     assert len(where) == 1
     return where.pop()
 
@@ -95,12 +90,13 @@ def finish_job(training):
 @pytest.mark.parametrize(("before", "after"), [("localhost:3", "localhost:2"), ("localhost:1", "localhost:3")])
 def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_path, before, after):
     """When every process is killed, the next job begins with the weights of the newest checkpoint on all ranks."""
+    others = descendants()
     first = runs(1, before)
     until(lambda: len(saved_commits(tmp_path)) >= 2, what="two checkpoints")
     until(
         lambda: first.cluster.status().checkpoint.commit in saved_commits(tmp_path), what="a report of the newest one"
     )
-    for pid in processes_of(first.cluster):
+    for pid in processes_of(first.cluster) - others:
         with contextlib.suppress(ProcessLookupError):  # it has ended together with its parent
             os.kill(pid, signal.SIGKILL)
     first.cluster.stop()
@@ -118,29 +114,28 @@ def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_pa
 
 def test_a_job_that_has_ended_ends_at_once_when_run_again(runs, tmp_path):
     """A job saves its end: the same job run again begins there, and ends with the same result."""
-    first = runs(1, "localhost:2", every=1000)
-    first.wait_for_world(2)
+    first = runs(1, every=1000)
+    first.wait_for_world(3)
     end = finish_job(first)
     assert saved_commits(tmp_path) == [end["commits"]]
     (tmp_path / "run2").mkdir()
     (tmp_path / "run2" / "finish").touch()
-    second = runs(2, "localhost:1", every=1000)
-    assert second.job.result(timeout=30) == [end]
+    second = runs(2, every=1000)
+    assert second.job.result(timeout=30) == [end] * 3
     assert saved_commits(tmp_path) == [end["commits"]]
 
 
 def test_a_stopped_job_can_be_resumed(runs, tmp_path):
     """When a client stops a job between two checkpoints, one rank saves its last commit."""
-    first = runs(1, "localhost:2", every=1000)
-    first.wait_for_world(2)
+    first = runs(1, every=1000)
+    first.wait_for_world(3)
     until(lambda: len(first.lines("step")) > 10, what="ten steps")
     first.job.stop()
     until(lambda: saved_commits(tmp_path), what="the last checkpoint")
-    first.cluster.stop()
     (newest,) = saved_commits(tmp_path)
     assert newest >= max(line["step"] for line in first.lines("step")) - 1
-    second = runs(2, "localhost:2", every=1000)
-    second.wait_for_world(2)
+    second = runs(2, every=1000)
+    second.wait_for_world(3)
     assert beginning_of(second)[:2] == (newest, newest)
 
 
@@ -181,8 +176,8 @@ def test_a_hung_worker_of_a_stopped_job_saves_its_last_commit(make, tmp_path):
 
 def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
     """When rank 0 is killed, the others do not wait for its checkpoint, and the new rank 0 writes the next ones."""
-    training = runs(1, "localhost:2")
-    victim = training.wait_for_world(2)[0]
+    training = runs(1)
+    victim = training.wait_for_world(3)[0]
     until(lambda: saved_commits(tmp_path), what="a checkpoint")
     training.signal_worker(victim)
     last = saved_commits(tmp_path)[-1]
@@ -197,14 +192,14 @@ def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
 
 def test_the_newest_checkpoint_is_damaged(runs, tmp_path):
     """When the newest checkpoint is damaged, the job uses the one before, and the log says why."""
-    first = runs(1, "localhost:2")
+    first = runs(1)
     until(lambda: len(saved_commits(tmp_path)) >= 2, what="two checkpoints")
     finish_job(first)
     *_, before, newest = saved_commits(tmp_path)
     (damaged,) = (tmp_path / "kept").glob(f"*-commit-{newest}")
     (damaged / "manifest").write_bytes(b"{")
-    second = runs(2, "localhost:2")
-    second.wait_for_world(2)
+    second = runs(2)
+    second.wait_for_world(3)
     assert beginning_of(second)[:2] == (before, before)
     finish_job(second)
     text = f"checkpoint {damaged.name} is not used: manifest is damaged"
@@ -213,18 +208,18 @@ def test_the_newest_checkpoint_is_damaged(runs, tmp_path):
 
 def test_a_checkpoint_of_another_program(runs, tmp_path):
     """A checkpoint of another program fails the job with the first difference; the files stay as they are."""
-    first = runs(1, "localhost:2")
+    first = runs(1)
     until(lambda: saved_commits(tmp_path), what="a checkpoint")
     finish_job(first)
     there = saved_commits(tmp_path)
-    error = runs(2, "localhost:2", width=8).job.exception(timeout=30)
+    error = runs(2, width=8).job.exception(timeout=30)
     assert "StateError: no checkpoint in" in str(error)
     assert "model.weight is ((4, 8), 'float32') here and ((4, 16), 'float32')" in str(error)
     assert saved_commits(tmp_path) == there
 
 
-def test_a_folder_that_cannot_be_written(make, tmp_path):
+def test_a_folder_that_cannot_be_written(runs, tmp_path):
     """An unwritable folder fails the job at its beginning, with the system's error."""
     (tmp_path / "file").touch()
-    job = make("localhost:2").run(train, str(tmp_path), checkpoint=Path(tmp_path, "file", "below"))
+    job = runs(1, checkpoint=tmp_path / "file" / "below").job
     assert "StateError: checkpoints cannot be written to" in str(job.exception(timeout=30))

@@ -31,13 +31,11 @@ def breaks():
 
 
 @pytest.fixture
-def training(trains, breaks):
+def training(shared_training, breaks):
     """Three ranks that train. At the end all steps are checked, and how often the world has broken."""
-    found = trains("localhost:3", min=1)
-    found.wait_for_world(3)
-    yield found
-    found.finish()
-    assert sum(event.kind == "world-broken" for event in found.cluster.events) == breaks
+    yield shared_training
+    shared_training.finish()
+    assert len(shared_training.events("world-broken")) == breaks
 
 
 def test_a_cell_sees_the_program_between_two_steps(training):

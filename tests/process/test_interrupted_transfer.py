@@ -87,7 +87,7 @@ def test_a_sender_that_is_killed_or_stopped_at_any_moment_leaves_no_mixture(clus
     chance = soak.chances("transfer")
     for attempt in range(soak.repetitions(20)):
         known = len(cluster.events)
-        job = run(1, "")
+        job = run(1, "", elements=interrupted_transfer.MANY)
         until(lambda known=known: any(event.kind == "world-broken" for event in cluster.events[known:]))
         (root, *_) = by_rank(cluster)
         time.sleep(chance.uniform(0.0, 0.35))  # the test tries different moments

@@ -18,13 +18,9 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.on_both
 
 
-def events(training, kind):
-    return [event for event in training.cluster.events if event.kind == kind]
-
-
 def deaths(training):
     """The events of lost workers, without survivors that gloo did not wake: about one in a hundred is replaced."""
-    return [event for event in events(training, "worker-lost") if f"exit code {HUNG}" not in event.text]
+    return [event for event in training.events("worker-lost") if f"exit code {HUNG}" not in event.text]
 
 
 @pytest.mark.on_both(always=True)
@@ -33,9 +29,9 @@ def deaths(training):
     [(0, signal.SIGKILL), (-1, signal.SIGKILL), (1, signal.SIGSEGV)],
     ids=["rank 0 killed", "last rank killed", "segfault"],
 )
-def test_a_worker_dies(trains, which, sig):
+def test_a_worker_dies(trains_on, which, sig):
     """When any rank ends by a signal, the others go on at once, and the world grows back to its size."""
-    training = trains("localhost:3", min=1, max=3)
+    training = trains_on()
     victim = training.wait_for_world(3)[which]
     training.signal_worker(victim, sig)
     training.wait_for_world(3)
@@ -45,7 +41,7 @@ def test_a_worker_dies(trains, which, sig):
     (lost,) = deaths(training)
     assert (lost.worker, lost.host) == (victim.id, "localhost")
     assert sig.name in lost.text
-    assert len(events(training, "world-broken")) == 1
+    assert len(training.events("world-broken")) == 1
 
 
 def test_a_rank_that_holds_the_interpreter_lock_is_not_replaced(trains):
@@ -53,7 +49,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_not_replaced(trains):
     training = trains("localhost:2", program=programs.train_and_hold_lock, min=1, silence=1.0)
     members = training.wait_for_world(2)
     (training.folder / "hold").touch()
-    (event,) = until(lambda: events(training, "worker-silent"), what="the unresponsive rank to be reported")
+    (event,) = until(lambda: training.events("worker-silent"), what="the unresponsive rank to be reported")
     assert event.worker in {member.id for member in members}
     assert "though its host answers; its process" in event.text
     time.sleep(2.0)  # it was reported after 1 s of silence; more silence must change nothing
@@ -61,8 +57,8 @@ def test_a_rank_that_holds_the_interpreter_lock_is_not_replaced(trains):
     steps = training.lines()[-1]["step"]
     until(lambda: training.lines()[-1]["step"] > steps + 20, what="steps after it")
     assert [member.pid for member in training.wait_for_world(2)] == [member.pid for member in members]
-    assert not events(training, "worker-lost")
-    assert not events(training, "world-broken")
+    assert not training.events("worker-lost")
+    assert not training.events("world-broken")
     training.finish()
 
 
@@ -123,9 +119,9 @@ def test_one_dies_during_the_recovery_from_another(trains):
 
 
 @pytest.mark.soak
-def test_many_deaths_in_a_row(trains):
+def test_many_deaths_in_a_row(trains_on):
     """Six kills of different ranks: only the killed workers are lost, and every step is made once."""
-    training = trains("localhost:3", min=1, max=3)
+    training = trains_on()
     victims = []
     for number in range(6):
         victims.append(training.wait_for_world(3)[number % 3])
@@ -137,15 +133,15 @@ def test_many_deaths_in_a_row(trains):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
+def test_a_stopped_process_is_replaced_and_does_not_come_back(trains_on, which):
     """The others go on without a worker that got SIGSTOP. When it is continued later, it has already been ended."""
-    training = trains("localhost:3", min=1, max=3)
+    training = trains_on()
     victim = training.wait_for_world(3)[which]
     training.signal_worker(victim, signal.SIGSTOP)
     training.wait_for_world(3)
     until(lambda: not alive(victim.pid), 5)
     assert victim.id not in {w.id for w in training.cluster.workers}
-    assert "stopped" in events(training, "worker-lost")[0].text
+    assert "stopped" in training.events("worker-lost")[0].text
     assert len(training.finish()) == 3
 
 
@@ -180,7 +176,7 @@ def test_below_min_and_back(trains):
     training.wait_for_world(2)
     pids = {result["pid"] for result in training.finish()}
     # gloo does not wake one survivor in a hundred: then its successor resumes from the state that it kept
-    kept = [event.worker for event in events(training, "state-kept")]
+    kept = [event.worker for event in training.events("state-kept")]
     assert survivor.pid in pids or kept == [survivor.id], training.cluster.events
     begun = [line for line in training.lines("begin") if line["generation"] == training.lines()[-1]["generation"]]
     assert min(line["begin"] for line in begun) >= before
@@ -197,7 +193,7 @@ def test_all_die(trains):
     assert "no worker is left that holds the training state" in str(error)
     assert "SIGKILL" in str(error)
     training.cluster.wait(2, timeout=20)
-    assert len(events(training, "job-failed")) == 1
+    assert len(training.events("job-failed")) == 1
     assert [row["rank"] for row in training.cluster.run(programs.describe_ranks).result(timeout=20)] == [0, 1]
 
 
@@ -235,7 +231,7 @@ def test_a_killed_agent_is_started_again_with_its_workers(trains):
     remote = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
     agent = agent_of_worker(remote)
     os.kill(agent.pid, signal.SIGKILL)
-    until(lambda: events(training, "host-lost"))
+    until(lambda: training.events("host-lost"))
     until(lambda: not alive(remote.pid), 5)
     training.wait_for_world(2)
     training.wait_for_world(3)
@@ -254,9 +250,9 @@ def test_the_template_dies(trains):
     assert len(training.finish()) == 3
 
 
-def test_a_rank_that_sleeps_between_collectives_is_not_replaced(trains):
+def test_a_rank_that_sleeps_between_collectives_is_not_replaced(trains_on):
     """A rank that sleeps 3 s between collectives while another is lost is not replaced: it joins the next world itself."""
-    training = trains("localhost:3", min=1, max=3, kwargs={"slow": {"sleep": 3.0}})
+    training = trains_on(slow={"sleep": 3.0})
     training.wait_for_world(3)
     (training.folder / "sleep").touch()
     sleeper = int(until(lambda: (f := training.folder / "sleep.begun").exists() and f.read_text()))
@@ -279,7 +275,7 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
     training.signal_worker(next(w for w in by_rank(training.cluster) if w.pid != sleeper))
     training.wait_for_world(3)
     assert sleeper not in {result["pid"] for result in training.finish()}
-    replaced = [event.text for event in events(training, "worker-lost") if event.worker == asleep]
+    replaced = [event.text for event in training.events("worker-lost") if event.worker == asleep]
     assert replaced == [f"{asleep} did not leave generation {left} while others waited"]
 
 
@@ -289,10 +285,10 @@ def test_the_last_holder_of_the_state_hangs(trains):
     training = trains("localhost:2", program=programs.train_and_hang, min=1, max=2)
     members = training.wait_for_world(2)
     (training.folder / "stick").touch()
-    until(lambda: events(training, "state-kept"), what="the state to be kept")
+    until(lambda: training.events("state-kept"), what="the state to be kept")
     training.wait_for_world(2)
     assert not {result["pid"] for result in training.finish()} & {member.pid for member in members}
-    (kept,) = events(training, "state-kept")
+    (kept,) = training.events("state-kept")
     assert kept.worker == members[1].id
 
 
@@ -307,9 +303,9 @@ def test_children_of_a_killed_worker_end_with_it(make):
     assert alive(int(rows[1][1]))
 
 
-def test_a_state_without_a_model(trains):
+def test_a_state_without_a_model(trains_on):
     """A state of counters and lists, without a model, is recovered too."""
-    training = trains("localhost:3", program=programs.count, min=1, max=3)
+    training = trains_on(programs.count)
     training.signal_worker(training.wait_for_world(3)[0])
     training.wait_for_world(3)
     assert len(set(training.finish())) == 1

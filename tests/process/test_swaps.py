@@ -91,10 +91,8 @@ def broken(folder: str, how: str) -> None:
 
 
 @pytest.fixture
-def training(trains):
-    found = trains("localhost:3", min=1)
-    found.wait_for_world(3)
-    return found
+def training(shared_training):
+    return shared_training
 
 
 def swap(training, program, *args, **kwargs):
@@ -132,8 +130,7 @@ def test_new_programs_replace_one_another(training):
         swap(training, second)
     swap(training, programs.train)
     assert ["program" in result for result in training.finish()] == [False] * 3
-    kinds = [event.kind for event in training.cluster.events]
-    assert (kinds.count("program-swapped"), kinds.count("world-broken")) == (4, 0)
+    assert [len(training.events(kind)) for kind in ("program-swapped", "world-broken")] == [4, 0]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +165,7 @@ def test_a_new_program_at_a_breakpoint_can_be_given_up(training):
     what = "the new program to make its first commit"
     with pytest.raises(WaitTimeoutError, match=what):
         training.cluster._link.ask(request(training, broken, "at a breakpoint"), 2.0, what, cancel=True)
-    assert any(event.kind == "breakpoint" for event in training.cluster.events)
+    assert training.events("breakpoint")
     training.wait_for_world(3)
     training.finish()
 

@@ -37,12 +37,16 @@ class Training:
     def __init__(
         self, cluster: nbe.Cluster, folder: Path, program: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        self.cluster, self.folder = cluster, folder
+        self.cluster, self.folder, self._earlier = cluster, folder, len(cluster.events)
         folder.mkdir(exist_ok=True)
         self.job = cluster.run(program, str(folder), *args, **kwargs)
 
     def lines(self, key: str = "step") -> list[dict[str, Any]]:
         return [line for line in lines_in(self.folder) if key in line]
+
+    def events(self, kind: str) -> list[Any]:
+        """The events of this kind since the job was started."""
+        return [event for event in self.cluster.events[self._earlier :] if event.kind == kind]
 
     def wait_for_world(self, world: int, timeout: float = 30.0) -> list[Any]:
         """Wait until `world` workers train together and each has made a step in that world; return them by rank."""

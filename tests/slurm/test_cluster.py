@@ -29,6 +29,7 @@ def jobs(slurm):
     return dict(line.split() for line in slurm("squeue", "-h", "-o", "%j %i").splitlines())
 
 
+@pytest.mark.cold  # here agents start in jobs as those of users do
 def test_training_on_hosts_that_are_jobs(slurm, training):
     """Each host is a job that is named after it. At the end no job and no key file is left."""
     training.wait_for_world(3)

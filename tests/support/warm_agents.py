@@ -30,8 +30,9 @@ ROOT = Path(__file__).parents[2]
 # agents would start cold without a word.
 assert ssh.AGENT == warm_request.AGENT
 assert f'"{ssh.AGENT}"' in Path(startup.FOLDER, "sitecustomize.py").read_text()
+CODE = driver_process.CODE
 HOME = str(Path(driver_process.__file__).parents[2])  # so that a warm process imports the same nbelastic as this one
-FOLDERS = ("browser", "hosts", "kubernetes", "notebooks", "process")
+FOLDERS = ("browser", "gpu", "hosts", "kubernetes", "notebooks", "process", "slurm")
 
 
 class WarmProcess:
@@ -107,10 +108,12 @@ def use(warm: bool) -> None:
     global used
     used = warm
     ssh.AGENT = code_of_hosts() if used else warm_request.AGENT
+    driver_process.CODE = code_of_drivers() if used else CODE
     if used:
-        os.environ["TESTS_WARM"] = process.address
+        os.environ |= {"TESTS_WARM": process.address, "TESTS_DRIVER": driver_process.CODE}
     else:
-        os.environ.pop("TESTS_WARM", None)
+        for name in ("TESTS_WARM", "TESTS_DRIVER"):
+            os.environ.pop(name, None)
 
 
 def code_of_hosts() -> str:
@@ -128,6 +131,18 @@ def code_of_hosts() -> str:
     return f"{here}; join({process.address!r}); {warm_request.AGENT}"
 
 
+def tunnelled() -> str:
+    """What a host runs to be the host's end of a tunnel, and an agent."""
+    return f"from nbelastic.tunnel.host import main; main(lambda: exec({ssh.AGENT!r}))"
+
+
+def code_of_drivers() -> str:
+    """What a driver's process runs: agents behind a tunnel, by ssh or a batch system, ask the warm process first."""
+    start, end = CODE.rsplit("\n", 1)
+    ours = f"ssh.TUNNELLED_AGENT = {tunnelled()!r}\nssh.command.__defaults__ = (ssh.TUNNELLED_AGENT,)"
+    return f"{start}\nfrom nbelastic.provision import ssh\n{ours}\n{end}"
+
+
 TORCHRUN = "import runpy, sys; sys.argv[1:] = {!r}; runpy.run_module('torch.distributed.run', run_name='__main__')"
 
 
@@ -138,8 +153,8 @@ def fork_of(command: Sequence[Any]) -> tuple[WarmProcess, str] | None:
             return process, warm_request.AGENT
         case [sys.executable, "-m", "torch.distributed.run", *arguments]:
             return process, TORCHRUN.format(arguments)
-        case [sys.executable, "-P", "-c", driver_process.CODE, _]:
-            return drivers, driver_process.CODE
+        case [sys.executable, "-P", "-c", code, _] if code == driver_process.CODE:
+            return drivers, code
     return None
 
 
