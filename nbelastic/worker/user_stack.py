@@ -18,7 +18,14 @@ _LIBRARIES = (
     "<frozen",
 )
 _PACKAGES = r"[^\"\n]*/(?:site|dist)-packages/"  # of any environment: the user's own, a parent environment
-_CALLERS = ("/ipyparallel/", "/ipykernel/", "/IPython/", "/nbelastic/programs/program.py")  # they call the program
+# They call the program, or wait for one.
+_CALLERS = (
+    "/ipyparallel/",
+    "/ipykernel/",
+    "/IPython/",
+    "/nbelastic/programs/program.py",
+    "/nbelastic/programs/boot.py",
+)
 _LOOP = "/nbelastic/programs/elastic.py"
 
 
