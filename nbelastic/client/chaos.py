@@ -63,14 +63,14 @@ class Chaos:
         self,
         link: DriverLink,
         subscriptions: Subscriptions,
-        events: Callable[[], tuple[list[EventRecord], int]],
+        events: Callable[[], list[EventRecord]],
         plan: Plan,
         show: Callable[[str], object],
     ) -> None:
         self._link, self._subscriptions, self._events, self._plan, self._show = link, subscriptions, events, plan, show
         self._records: list[EventRecord] = []  # since the beginning
         self._steps_known = False
-        self._seen = 0  # of all events
+        self._newest: EventRecord | None = None  # of all records so far
         self._shown: set[float] = set()  # times of faults whose outcome was shown
         self._late: set[float] = set()  # the same of those that were shown as late
         self._withheld, self._withheld_because = 0, ""
@@ -79,7 +79,8 @@ class Chaos:
     def run(self) -> ChaosReport:
         """Inject faults until the time is over, the job or the cluster has ended, or Ctrl-C. UsageError if they are not allowed."""
         self._ask(is_check=True)
-        earlier, self._seen = self._events()
+        earlier = self._events()
+        self._newest = earlier[-1] if earlier else None
         job = next((i for i, each in reversed(list(enumerate(earlier))) if each.kind == "job-started"), 0)
         self._steps_known = any(each.kind == "training" for each in earlier[job:])
         begun = time.time()
@@ -121,7 +122,7 @@ class Chaos:
             refusal = ""
             while not self._over() and time.monotonic() < give_up and (refusal := self._ask()):
                 self._wait_until(changed, min(give_up, time.monotonic() + CHECK_INTERVAL))
-            if refusal:
+            if refusal and not self._over():
                 self._withheld, self._withheld_because = self._withheld + 1, refusal
                 self._show(f"{_clock(time.time())} fault {self._number} is withheld: {refusal}")
         return self._over() or f"{plan.duration:g} s are over"
@@ -173,9 +174,10 @@ class Chaos:
 
     def _collect(self) -> None:
         """Take new records, and show the outcomes that they have."""
-        events, count = self._events()
-        new = events[max(0, len(events) - (count - self._seen)) :]
-        self._seen = count
+        events = self._events()
+        known = next((i for i in range(len(events) - 1, -1, -1) if events[i] == self._newest), -1)
+        new = events[known + 1 :]
+        self._newest = events[-1] if events else None
         self._records += new
         self._steps_known = self._steps_known or any(each.kind == "training" for each in new)
         for fault in outcomes(self._records):
