@@ -319,6 +319,7 @@ class Agent:
                     self._workers[w].harm(stop=stop)
                 case Harm():
                     os.kill(os.getpid(), signal.SIGKILL)
+                    os._exit(1)  # the first process of a container ignores that signal
                 case End():
                     self._done = True
 

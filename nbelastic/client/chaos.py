@@ -13,10 +13,11 @@ from msgspec import Struct
 from nbelastic.client.chaos_report import ChaosReport, outcomes, report
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.subscriptions import Subscriptions
-from nbelastic.errors import ClusterStoppedError, DriverLostError, UsageError
+from nbelastic.errors import ClusterStoppedError, UsageError, WaitTimeoutError
 from nbelastic.protocol.chaos import KINDS, FaultKind, pause_before
 from nbelastic.protocol.requests import RequestFault
 from nbelastic.protocol.status import EventRecord
+from nbelastic.protocol.timeouts import DRIVER_START
 from nbelastic.system.argument_types import SECONDS, WHOLE, check_kind, check_optional
 
 CHECK_INTERVAL = 1.0  # seconds between two looks if no change is reported, and between two tries of a fault
@@ -63,23 +64,26 @@ class Chaos:
         self,
         link: DriverLink,
         subscriptions: Subscriptions,
-        events: Callable[[], tuple[list[EventRecord], int]],
+        events: Callable[[], list[EventRecord]],
         plan: Plan,
         show: Callable[[str], object],
     ) -> None:
         self._link, self._subscriptions, self._events, self._plan, self._show = link, subscriptions, events, plan, show
         self._records: list[EventRecord] = []  # since the beginning
         self._steps_known = False
-        self._seen = 0  # of all events
+        self._newest: EventRecord | None = None  # of all records so far
         self._shown: set[float] = set()  # times of faults whose outcome was shown
         self._late: set[float] = set()  # the same of those that were shown as late
         self._withheld, self._withheld_because = 0, ""
         self._number = 0  # of the newest fault that is due
+        self._injected = 0  # faults, as the driver has answered
+        self._lost_at = 0.0  # when the driver was found lost; 0.0: it runs
 
     def run(self) -> ChaosReport:
         """Inject faults until the time is over, the job or the cluster has ended, or Ctrl-C. UsageError if they are not allowed."""
         self._ask(is_check=True)
-        earlier, self._seen = self._events()
+        earlier = self._events()
+        self._newest = earlier[-1] if earlier else None
         job = next((i for i, each in reversed(list(enumerate(earlier))) if each.kind == "job-started"), 0)
         self._steps_known = any(each.kind == "training" for each in earlier[job:])
         begun = time.time()
@@ -121,7 +125,7 @@ class Chaos:
             refusal = ""
             while not self._over() and time.monotonic() < give_up and (refusal := self._ask()):
                 self._wait_until(changed, min(give_up, time.monotonic() + CHECK_INTERVAL))
-            if refusal:
+            if refusal and not self._over():
                 self._withheld, self._withheld_because = self._withheld + 1, refusal
                 self._show(f"{_clock(time.time())} fault {self._number} is withheld: {refusal}")
         return self._over() or f"{plan.duration:g} s are over"
@@ -138,12 +142,17 @@ class Chaos:
     def _settle(self, changed: threading.Event) -> tuple[bool | None, str]:
         """Wait for the outcomes of the last faults. Returns what is known of those that have none in time."""
         end = time.monotonic() + SETTLE
-        while not self._over() and self._steps_known and any(each.survived is None for each in outcomes(self._records)):
+        while not self._over() and self._steps_known and self._has_unresolved():
             if time.monotonic() >= end:
                 return False, f"no step within {SETTLE:g} s: {self._link.status().reason}"
             changed.wait(CHECK_INTERVAL)
             changed.clear()
         return None, self._over()
+
+    def _has_unresolved(self) -> bool:
+        """Whether a fault has no outcome yet, or is not in the event log yet."""
+        found = outcomes(self._records)
+        return len(found) < self._injected or any(each.survived is None for each in found)
 
     def _ask(self, *, is_check: bool = False) -> str:
         """Why the fault is not possible now; empty: it was injected."""
@@ -151,12 +160,15 @@ class Chaos:
         request = RequestFault(plan.by, plan.kinds, plan.seed, self._number, plan.below_min, is_check)
         try:
             refusal: str = self._link.ask(request)
-        except DriverLostError as error:  # another driver takes over
+        except (ClusterStoppedError, WaitTimeoutError) as error:  # another driver may take over
+            if is_check:
+                raise
             return str(error)
         except UsageError:
             if is_check or not self._over():
                 raise
             return "the job has ended"
+        self._injected += not (is_check or refusal)
         return refusal
 
     def _over(self) -> str:
@@ -168,14 +180,18 @@ class Chaos:
         try:
             self._link.running()
         except ClusterStoppedError as error:
-            return str(error)
+            self._lost_at = self._lost_at or time.monotonic()
+            is_replaced = self._link.is_lost and time.monotonic() - self._lost_at < DRIVER_START
+            return "" if is_replaced else str(error)
+        self._lost_at = 0.0
         return ""
 
     def _collect(self) -> None:
         """Take new records, and show the outcomes that they have."""
-        events, count = self._events()
-        new = events[max(0, len(events) - (count - self._seen)) :]
-        self._seen = count
+        events = self._events()
+        known = next((i for i in range(len(events) - 1, -1, -1) if events[i] == self._newest), -1)
+        new = events[known + 1 :]
+        self._newest = events[-1] if events else None
         self._records += new
         self._steps_known = self._steps_known or any(each.kind == "training" for each in new)
         for fault in outcomes(self._records):

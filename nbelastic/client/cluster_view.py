@@ -103,7 +103,7 @@ class ClusterView:
         again. UsageError if the cluster was not started with `chaos=True`, or if no job runs.
         """
         chosen = plan(every=every, kinds=kinds, duration=duration, seed=seed, below_min=below_min, by=by)
-        return Chaos(self._link, self._subscriptions, self.numbered_events, chosen, on_line or print).run()
+        return Chaos(self._link, self._subscriptions, lambda: self.events, chosen, on_line or print).run()
 
     def trace(self) -> dict[str, Any]:
         """The event log as Chrome trace JSON: write it to a file and open that in Perfetto."""

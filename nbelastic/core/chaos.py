@@ -1,14 +1,14 @@
-"""Which worker or host the next injected fault hits. No fault of the core's: it only chooses."""
+"""Which worker or host the next injected fault hits."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 
-from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import ClusterState, HostPhase, WorkerState
-from nbelastic.core.state_holders import state_lives
+from nbelastic.core.state_holders import holders, state_lives
 from nbelastic.protocol.chaos import FaultKind, draw
 from nbelastic.protocol.ids import WorkerId
 
@@ -44,16 +44,27 @@ def choose(
     inside = [w for w in _inside(cluster) if w not in hit]
     if not inside:
         return Withheld("no worker is in a world")
-    alive = [*inside, *(w for w in cluster.newcomers if w not in hit)]
+    alive = Counter(w.host for w in (*inside, *(w for w in cluster.newcomers if w not in hit)))
+    holding = [] if state_lives(cluster, cluster.workers) else [w for w in holders(cluster) if w not in hit]
     why = ""
     for kind in sorted(kinds, key=lambda kind: draw(seed, number, kind)):
         victims = sorted(_victims(cluster, kind, inside), key=lambda victim: (victim.host, str(victim.worker)))
-        refusals = [_refusal(cluster, victim, alive, hit, below_min=below_min) for victim in victims]
-        possible = [victim for victim, refusal in zip(victims, refusals, strict=True) if not refusal]
-        if possible:
-            return possible[int(draw(seed, number, "victim") * len(possible))]
-        why = why or next(iter(refusals), f"no victim for {kind}")
+        first = int(draw(seed, number, "victim") * len(victims))
+        for victim in (*victims[first:], *victims[:first]):
+            left = alive.total() - (1 if victim.worker is not None else alive[victim.host])
+            if left < cluster.limits.min and not below_min:
+                name = victim.worker if victim.worker is not None else f"the host {victim.host}"
+                why = why or f"without {name} {left} workers would be left, and min is {cluster.limits.min}"
+            elif holding and all(_hits(victim, w) for w in holding):
+                why = why or "the training state would be lost"
+            else:
+                return victim
+        why = why or f"no victim for {kind}"
     return Withheld(why)
+
+
+def _hits(fault: Fault, w: WorkerId) -> bool:
+    return w == fault.worker if fault.worker is not None else w.host == fault.host
 
 
 def _inside(cluster: ClusterState) -> list[WorkerId]:
@@ -74,17 +85,3 @@ def _victims(cluster: ClusterState, kind: FaultKind, inside: list[WorkerId]) -> 
         hosts = {w.host for w in reached}
         return [Fault(kind, host) for host in hosts if cluster.hosts[host].phase is HostPhase.UP]
     return [Fault(kind, w.host, w) for w in reached] if cluster.active is not None else []
-
-
-def _refusal(
-    cluster: ClusterState, fault: Fault, alive: list[WorkerId], hit: Collection[WorkerId], *, below_min: bool
-) -> str:
-    """Why this fault must not be injected; empty: it may be."""
-    gone = frozenset((fault.worker,) if fault.worker is not None else workers_on(cluster, fault.host)).union(hit)
-    left = sum(w not in gone for w in alive)
-    if left < cluster.limits.min and not below_min:
-        name = fault.worker if fault.worker is not None else f"the host {fault.host}"
-        return f"without {name} {left} workers would be left, and min is {cluster.limits.min}"
-    if not state_lives(cluster, gone):
-        return "the training state would be lost"
-    return ""

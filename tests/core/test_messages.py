@@ -22,6 +22,7 @@ from nbelastic.protocol import (
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.chaos import FaultKind
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.timeouts import Timeouts
@@ -40,6 +41,7 @@ FILL = {
     int: 7,
     float: 0.5,
     bool: True,
+    FaultKind: "kill",
     WorkerId: W,
     HostSpec: SPEC,
     int | None: 9,

@@ -103,5 +103,7 @@ def test_a_cluster_allows_chaos_only_if_it_was_started_so(start_hostless):
     """The driver has the setting, also for clients that attach later. A refusal is one line, and nothing waits."""
     for name, chaos, why in (("calm", False, "started without chaos"), ("wild", True, "no job is running")):
         start_hostless(name, keep=True, chaos=chaos)
+        attached = nbe.Cluster.attach(name)
         with pytest.raises(UsageError, match=why):
-            nbe.Cluster.attach(name).chaos()
+            attached.chaos()
+        attached.detach()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import psutil
 
+from nbelastic.cli.main import main
 from nbelastic.protocol.chaos import KINDS
 from tests.support.waiting import until
 
 
-def test_a_training_survives_injected_faults(trains):
-    """Workers are killed and stopped, and a host's agent is killed. Ctrl-C ends it: nothing stays stopped, nothing is lost."""
+def test_a_training_survives_injected_faults(trains, capsys):
+    """Workers are killed and stopped, and a host's agent is killed. Ctrl-C ends it: nothing stays stopped, nothing is lost.
+
+    A replay of the event log makes the same decisions.
+    """
     training = trains("localhost:2,127.0.0.2:2", min=1, chaos=True)
     pids = {w.id: w.pid for w in training.wait_for_world(4)}
     lines = []
@@ -31,3 +35,7 @@ def test_a_training_survives_injected_faults(trains):
     until(lambda: not any(map(psutil.pid_exists, (pids[w] for w in hit))), what="the workers that were hit to end")
     assert all(psutil.Process(w.pid).status() != psutil.STATUS_STOPPED for w in training.wait_for_world(4, timeout=30))
     training.finish()
+    assert main(["replay", str(training.cluster.log_dir / "events.jsonl")]) == 0
+    replayed = capsys.readouterr().out
+    assert f"record worker-lost: {hit[0]}" in replayed
+    assert "differs" not in replayed.splitlines()[-1]
