@@ -42,6 +42,7 @@ FILL = {
     float: 0.5,
     bool: True,
     FaultKind: "kill",
+    worker_messages.Checkpoint | None: None,
     WorkerId: W,
     HostSpec: SPEC,
     int | None: 9,
