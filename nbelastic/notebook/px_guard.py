@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from IPython.core.magic import no_var_expand
+
 from nbelastic.errors import UsageError
 
 LINE_MAGICS = ("px", "autopx", "pxconfig", "pxresult")
@@ -16,10 +18,16 @@ def register_px(shell: Any, connect: Callable[[], Any], present_job: Callable[[]
 
     They raise UsageError while `present_job()` names a job, as they would wait for its end: the engines run its program.
     """
-    first_use = partial(_first_use, shell, connect, present_job)
+
+    def register(run: Callable[..., Any], kind: str, name: str) -> None:
+        first_use = no_var_expand(
+            partial(_first_use, shell, connect, present_job, run, name)
+        )  # `run` expands variables
+        shell.register_magic_function(first_use, kind, name)
+
     for name in LINE_MAGICS:
-        shell.register_magic_function(partial(first_use, shell.run_line_magic, name), "line", name)
-    shell.register_magic_function(partial(first_use, shell.run_cell_magic, "px"), "cell", "px")
+        register(shell.run_line_magic, "line", name)
+    register(shell.run_cell_magic, "cell", "px")
 
 
 def _first_use(

@@ -338,7 +338,10 @@ def test_a_training_is_paused_stepped_and_resumed(ip, magics, cluster, capsys):
 
 
 def test_px_is_refused_while_a_job_runs(ip, magics, cluster, capsys):
-    """It would wait for the end of the job. Between jobs it runs as ipyparallel has made it. The first use connects."""
+    """It would wait for the end of the job. Between jobs it runs as ipyparallel has made it. The first use connects.
+
+    No use replaces `{names}` or `$names` in the code.
+    """
     ran, connected = [], []
 
     class Client:
@@ -354,12 +357,13 @@ def test_px_is_refused_while_a_job_runs(ip, magics, cluster, capsys):
         assert "job-1 is running, and %px would wait for its end" in output_of(ip, capsys, line)
     assert connected == []
     job.clear()
-    output_of(ip, capsys, "%%px\n1")
+    ip.user_ns["n"] = 1
+    output_of(ip, capsys, "%px '{n} $n'")
     output_of(ip, capsys, "%px 2")
     job.append("job-2")
     for line in ("%px 3", "%%px\n3"):
         assert "job-2 is running, and %px would wait for its end" in output_of(ip, capsys, line)
-    assert ran == ["1\n", "2"]
+    assert ran == ["'{n} $n'", "2"]
     assert len(connected) == 1
 
 
