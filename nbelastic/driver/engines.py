@@ -123,8 +123,9 @@ class Engines:
         try:
             await (self._controller.attach() if attach else self._controller.start())
         except Exception as error:  # noqa: BLE001  (training goes on without it)
-            self._why_not = str(error)
+            self._why_not = str(error) or type(error).__name__
             self._on_failed(self._why_not)
+            await self._controller.stop()  # it may hold ports
         else:
             self._save()
             for w in self._engines:

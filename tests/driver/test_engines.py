@@ -82,6 +82,7 @@ def test_a_controller_that_cannot_start_ends_no_training(tmp_path):
             with pytest.raises(HostError, match="ipyparallel's controller cannot be started: no port is free"):
                 (await found(fakes)).result()
             assert "controller-failed" in fakes.kinds()
+            assert fakes.controller_stopped  # it may hold ports
             fakes.submit()
             await fakes.advance_time(1.0)
             assert len(fakes.ranks) == 2
