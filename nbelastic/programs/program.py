@@ -24,6 +24,7 @@ from nbelastic.programs import cells, state_pull
 from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.programs.debugger import Breakpoints
 from nbelastic.programs.elastic import frameworks
+from nbelastic.programs.shell import printed_displays
 from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
 from nbelastic.programs.undefined_names import borrowed_names, refuse_undefined_names
 from nbelastic.programs.user_code import UserCode
@@ -236,7 +237,7 @@ def _write_value(path: Path, value: list[memoryview]) -> str:
 
 
 def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes | None, user_code: UserCode) -> Outcome:
-    with _redirected_output(session):
+    with _redirected_output(session), printed_displays(get_ipython()):
         try:
             session.begin(order.job, order.number)
             user_code.use(order.code, get_ipython().user_ns)

@@ -78,7 +78,7 @@ def session(monkeypatch):
     RAN.clear()
     monkeypatch.setattr(program, "log_to", lambda *_: None)
     monkeypatch.setattr(program, "frameworks", lambda: SimpleNamespace(begin=lambda _: None, end=lambda: None))
-    monkeypatch.setattr(program, "get_ipython", lambda: SimpleNamespace(user_ns={"there": 5}))
+    monkeypatch.setattr(program, "get_ipython", lambda: SimpleNamespace(user_ns={"there": 5}, display_pub=None))
     return FakeSession()
 
 
@@ -93,7 +93,7 @@ def run(session, *programs):
     """Run the programs of these messages. Returns the results that the driver receives."""
 
     async def story():
-        session.runner, session.results = Runner(session), asyncio.Queue()
+        session.runner, session.results = Runner(session, "", ""), asyncio.Queue()
         serving = asyncio.create_task(session.runner.serve())
         for program_message in programs:
             session.runner.take(program_message)
@@ -311,7 +311,7 @@ def run_cell(session, cell):
         session.answer = lambda message, before=session.answer: (
             (results.append(message), ended.set()) if isinstance(message, cell_messages.CellResult) else before(message)
         )
-        session.runner = Runner(session)
+        session.runner = Runner(session, "", "")
         serving = asyncio.create_task(session.runner.serve())
         session.runner.take(cell)
         await ended.wait()
