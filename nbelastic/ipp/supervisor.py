@@ -221,7 +221,7 @@ class Supervisor:
             replace_private(self._file(".process"), [self.process.encode()])
             os.close(its_end)
             its_end = -1
-            await _wait_until_readable(ready)
+            await self._wait_for_start(ready)
             if not os.read(ready, 1):
                 raise RuntimeError(
                     f"it ended at its start: {self._log.read_text(errors='replace')[-MAX_OUTPUT:].strip()}"
@@ -230,6 +230,14 @@ class Supervisor:
             os.close(ready)
             if its_end >= 0:
                 os.close(its_end)
+
+    async def _wait_for_start(self, ready: int) -> None:
+        """Wait until it can serve, or has ended. It is killed if it is stopped (SIGSTOP)."""
+        watch = asyncio.create_task(self._kill_when_frozen())
+        try:
+            await _wait_until_readable(ready)
+        finally:
+            watch.cancel()
 
     def _choose_ports(self) -> list[str]:
         """At the first start all its ports; at a restart those of its internal sockets, which may change."""

@@ -15,7 +15,7 @@ from traitlets.config import Config
 
 
 class _TextPublisher(DisplayPublisher):  # type: ignore[misc]  # IPython carries no types here
-    """Prints what programs display, as text. IPython's own publisher also keeps it, for a history that nobody reads."""
+    """Prints what programs display, as text. IPython's own publisher also keeps it, in a history that grows."""
 
     def publish(self, data: dict[str, Any], *_: object, **__: object) -> None:
         if "text/plain" in data:
@@ -44,5 +44,4 @@ def make_shell(profile: str) -> None:
     # ipykernel has these send messages. Cells catch what they show; programs print it.
     shell.displayhook.session = Session()
     shell.display_pub = _TextPublisher()
-    for name in ("exit", "quit"):  # ipykernel's, which need a kernel: Python's own raise SystemExit
-        shell.user_ns.pop(name, None)
+    shell.user_ns.update(exit=sys.exit, quit=sys.exit)  # ipykernel's need a kernel

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
+from nbelastic.ipp import supervisor
 from nbelastic.ipp.client import ControllerLostError, connect
 from nbelastic.ipp.supervisor import Supervisor
 from nbelastic.provision.tcp_proxy import TcpProxy
@@ -341,6 +342,24 @@ def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):
             with pytest.raises(ipp.RemoteError, match="ControllerLostError"):
                 result.get(timeout=30)
             assert client[0].apply_async(sorted, [2, 1]).get(timeout=20) == [1, 2]
+
+    asyncio.run(story())
+
+
+def test_a_controller_that_is_stopped_while_it_starts_is_replaced(tmp_path, monkeypatch):
+    """SIGSTOP before it can serve: it is killed after some checks, and another one starts."""
+    monkeypatch.setattr(supervisor, "FROZEN_INTERVAL", 0.02)
+
+    async def story() -> None:
+        controller = Supervisor(tmp_path / "ipython", "stopped", 8.0, until_the_end(tmp_path))
+        starting = asyncio.create_task(controller.start())
+        await until_async(lambda: controller.process)
+        victim = controller.process
+        os.kill(pid_of(victim), signal.SIGSTOP)
+        await asyncio.wait_for(starting, 30)
+        assert not is_alive(victim)
+        assert is_alive(controller.process)
+        await controller.stop()
 
     asyncio.run(story())
 

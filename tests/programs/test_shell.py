@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SHOW = """
-import sys
+import sys, warnings
 from IPython import get_ipython
 from IPython.display import clear_output, display
 from nbelastic.programs.shell import make_shell, printed_displays
@@ -23,6 +23,8 @@ for name in ("exit", "quit"):
         eval(name, shell.user_ns)(3)
     except SystemExit as end:
         print(name, end.code)
+with warnings.catch_warnings(action="ignore"):  # IPython says how to leave it
+    assert isinstance(shell.run_cell("exit()").error_in_exec, SystemExit)
 """
 
 
