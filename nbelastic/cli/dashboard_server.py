@@ -31,7 +31,7 @@ from nbelastic.system.terminal_text import remove_controls
 
 ADDRESS = "127.0.0.1"
 HOSTS = r"^(127\.0\.0\.1|localhost)$"  # other names mean that a web page has made its own name lead here
-TOKEN_TIMEOUT = 5.0  # seconds for a page's first message
+TOKEN_TIMEOUT = 2.0  # seconds for a page's first message
 CLOSE_TIMEOUT = 2.0  # seconds in the end for pages that read slowly
 MAX_PAGES = 64
 MAX_MESSAGE = 1 << 16  # bytes of a page's message
@@ -208,6 +208,7 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
             self._refuse()
 
     def _refuse(self) -> None:
+        self._pages.open.discard(self)  # at once: it may not answer the close
         self.close(WRONG_TOKEN)
 
     def show(self, newest: tuple[Any, Any]) -> None:

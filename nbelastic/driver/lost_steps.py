@@ -19,8 +19,12 @@ class LostSteps:
         self.take()
 
     def note_commit(self, commit: int) -> None:
-        """A worker has reported this commit of the present generation."""
-        self._newest = max(commit, self._newest or 0)
+        """A worker has reported this commit of the present generation.
+
+        If nothing is known when it breaks, a later report is that of a survivor, and does not show what was lost.
+        """
+        if self._newest is not None or not self._is_broken:
+            self._newest = max(commit, self._newest or 0)
 
     def note_break(self) -> None:
         """The present generation is broken."""

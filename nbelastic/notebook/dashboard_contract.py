@@ -317,7 +317,7 @@ class HistoryAnswer(TypedDict):
 
 
 class LogsAnswer(TypedDict):
-    """`next`: the number to use as `since` in the next query. `writers`: all workers that have printed.
+    """`next`: the number to use as `since` in the next query. `more`: there are more lines now. `writers`: all that have printed.
 
     `unfinished`: lines without a newline yet, as of progress bars.
     """
@@ -327,6 +327,7 @@ class LogsAnswer(TypedDict):
     lines: list[OutputLine]
     unfinished: list[OutputLine]
     next: int
+    more: bool
     writers: list[Writer]
 
 

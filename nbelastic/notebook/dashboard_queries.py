@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
 
 MAX_EVENTS = 400  # in one answer
-MAX_LINES = 1000  # of output in one answer, after equal lines of several workers were folded
+MAX_LINES = 2000  # of output in one answer, after equal lines of several workers were folded
 MAX_LINES_TO_FOLD = 20_000  # so many that enough are left after folding equal lines of many ranks
 
 
@@ -78,17 +78,18 @@ def _history(cluster: Cluster, before: int | None) -> HistoryAnswer:
 def _logs(cluster: Cluster, worker: str | None, since: int) -> LogsAnswer:
     job = cluster.job
     if job is None:
-        return {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "writers": []}
+        return {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "more": False, "writers": []}
     lines_since = job.lines_since(since, worker, MAX_LINES_TO_FOLD)
-    speakers, (lines, unfinished) = pack_lines(
-        (fold_lines(lines_since)[-MAX_LINES:], fold_lines(job.unfinished_lines(worker)))
-    )
+    folded = fold_lines(lines_since, MAX_LINES)
+    count = sum(len(line.writers) for line in folded)
+    speakers, (lines, unfinished) = pack_lines((folded, fold_lines(job.unfinished_lines(worker))))
     return {
         "job": job.name,
         "speakers": speakers,
         "lines": lines,
         "unfinished": unfinished,
-        "next": lines_since[-1][1].number if lines_since else since,
+        "next": lines_since[count - 1][1].number if count else since,
+        "more": count < len(lines_since),
         "writers": [Writer(*writer) for writer in job.writers],
     }
 

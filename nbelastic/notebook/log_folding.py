@@ -22,8 +22,11 @@ class Folded(Struct):
     writers: list[Writer]
 
 
-def fold_lines(lines: Iterable[tuple[str, Line]]) -> list[Folded]:
-    """Fold equal lines of different workers that are close together. The order of each worker's lines is kept."""
+def fold_lines(lines: Iterable[tuple[str, Line]], most: float = float("inf")) -> list[Folded]:
+    """Fold equal lines of different workers that are close together. The order of each worker's lines is kept.
+
+    Before a line that would be one more than `most`, it stops: the folded lines have as many writers as lines were read.
+    """
     folded: list[Folded] = []
     last: dict[str, int] = {}  # for each worker, its last folded line
     places: dict[tuple[str, str], deque[int]] = {}  # for each stream and text, its folded lines
@@ -31,6 +34,8 @@ def fold_lines(lines: Iterable[tuple[str, Line]]) -> list[Folded]:
         known = places.setdefault((line.stream, line.text), deque())
         first = max(last.get(worker, -1) + 1, len(folded) - CLOSE)
         at = next((place for place in known if place >= first), None)
+        if at is None and len(folded) == most:
+            break
         if at is None:
             at = len(folded)
             known.append(at)

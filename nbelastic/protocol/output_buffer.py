@@ -9,7 +9,8 @@ from typing import NamedTuple
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.terminal_text import as_displayed
 
-TAIL = 1000  # lines kept per worker; the log files have all lines
+TAIL = 10_000  # lines kept per worker, and with many workers fewer; the log files have all lines
+LEAST = 1000  # lines kept per worker, however many there are
 MOST = 100_000  # lines kept of all workers, lost ones included; beyond it, the worker that printed last longest ago is dropped
 
 
@@ -51,8 +52,9 @@ class OutputBuffer:
         """Add the next line. Lines must be added by ascending number."""
         lines = self._lines_of(worker)
         self.line_count = line.number
-        self._kept += len(lines) < TAIL
         lines.append(line)
+        self._kept += 1
+        self._trim(lines)
         while self._kept > MOST and len(self.lines) > 1:
             worker, lines = self.lines.popitem(last=False)
             self._kept -= len(lines)
@@ -61,9 +63,19 @@ class OutputBuffer:
             self._on_drop(worker)
 
     def _lines_of(self, worker: WorkerId) -> deque[Line]:
-        lines = self.lines.setdefault(worker, deque(maxlen=TAIL))
+        if worker not in self.lines:
+            self.lines[worker] = deque()
+            for lines in self.lines.values():
+                self._trim(lines)
         self.lines.move_to_end(worker)
-        return lines
+        return self.lines[worker]
+
+    def _trim(self, lines: deque[Line]) -> None:
+        """Drop the oldest lines of a worker beyond its share."""
+        share = max(LEAST, min(TAIL, MOST // len(self.lines)))
+        while len(lines) > share:
+            lines.popleft()
+            self._kept -= 1
 
     def set_unfinished(self, worker: WorkerId, line: Line) -> None:
         """Set the unfinished line of a stream; a line without text means that there is none."""

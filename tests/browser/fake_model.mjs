@@ -6,7 +6,7 @@ export class FakeModel {
     this.comm_live = true;
     this.listeners = []; // [name, listener]
     this.sent = [];
-    this.answers = {}; // by query: the kernel's answer, sent at once
+    this.answers = {}; // by query: the kernel's answer, sent at once; a list: one after the other, the last one again
   }
 
   get(name) {
@@ -24,7 +24,8 @@ export class FakeModel {
   send(content) {
     if (this.sendError) throw new Error(this.sendError);
     this.sent.push(content);
-    const answer = this.answers[content.ask];
+    let answer = this.answers[content.ask];
+    if (Array.isArray(answer)) answer = answer.length > 1 ? answer.shift() : answer[0];
     if (answer) queueMicrotask(() => this.deliver({ ...answer, reply: content.id }));
   }
 

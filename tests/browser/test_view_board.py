@@ -203,3 +203,25 @@ def test_a_large_cluster_is_drawn_correctly(view, record_property):
         figures = {"median": ordered[len(ordered) // 2], "worst": ordered[-1]}
         record_property(name, {part: round(value, 1) for part, value in figures.items()})
         print(name, {part: round(value, 1) for part, value in figures.items()})
+
+
+def test_with_many_slots_tab_stops_once_in_the_table(view):
+    """At the slot that had the focus last. The arrow keys reach all slots, and the buttons of each host."""
+    view.open(state(hosts={f"gpu{h}": host([worker(4 * h + s) for s in range(4)]) for h in range(8)}))
+    stops = "nodes => nodes.filter((node) => node.tabIndex === 0).length"
+    reachable = view.page.locator(".nbe-table .nbe-chip, .nbe-table .nbe-actions button")
+    expect(reachable).to_have_count(8 * 6)
+    assert reachable.evaluate_all(stops) == 1
+    view.page.locator(".nbe-chip").first.focus()
+    for _ in range(4):
+        view.page.keyboard.press("ArrowRight")
+    expect(button(view, "Remove host gpu0")).to_be_focused()
+    view.page.keyboard.press("ArrowDown")
+    expect(button(view, "Remove host gpu1")).to_be_focused()
+    view.page.keyboard.press("ArrowLeft")
+    expect(view.page.locator(".nbe-chip").nth(7)).to_be_focused()
+    view.patch(step=2000)
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("2,000")
+    assert reachable.evaluate_all(stops) == 1
+    view.page.keyboard.press("Tab")
+    assert view.page.evaluate("document.activeElement.closest('.nbe-table')") is None

@@ -94,7 +94,7 @@ def test_a_chart_can_be_read_zoomed_and_logarithmic(view, clock):
     expect(note).to_contain_text(re.compile(r"step 1(49|50|51) · world of 3, was 4"))
     step = int(note.text_content().split()[1])
     values = view.page.locator(".nbe-charthead b").all_text_contents()
-    assert [float(value) for value in values[:2]] == [float(f"{v:.3g}") for v in reports()["rows"][step - 1][4:6]]
+    assert [float(value) for value in values[:2]] == [float(f"{v:.5g}") for v in reports()["rows"][step - 1][4:6]]
     expect(button(view, "Reset zoom")).to_be_hidden()
     view.page.mouse.down()
     view.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 40)

@@ -96,7 +96,7 @@ def test_following_ends_when_the_reader_scrolls_up(view):
 
 
 def test_a_new_job_begins_with_an_empty_log(view):
-    """Its lines are counted from the beginning; only the last thousand lines are kept."""
+    """Its lines are counted from the beginning; the newest thousand are in the page."""
     view.open(state(), {**ANSWERS, "logs": logs((0, "out", "old"), first=500)})
     lines = panel(view, "Logs").locator(".nbe-line")
     expect(lines).to_have_count(1)
@@ -105,6 +105,35 @@ def test_a_new_job_begins_with_an_empty_log(view):
     expect(lines).to_have_count(1000)
     expect(lines.first).to_contain_text("new 200")
     assert {"ask": "logs", "worker": None, "since": 0} in view.sent("ask")[2:]
+
+
+def test_earlier_lines_are_shown_searched_and_saved(view):
+    """The view asks on while there are more lines, and has 10,000. A file has all of them, with their ranks."""
+    pages = [[(0, "out", f"line {i}") for i in range(n, n + 6000)] for n in (0, 6000)]
+    answers = [logs(*pages[0], more=True), logs(*pages[1], (1, "err", "the end"), first=6001)]
+    view.open(state(), {**ANSWERS, "logs": answers})
+    tab = panel(view, "Logs")
+    expect(tab).to_contain_text("10000 lines of job-1")
+    lines = tab.locator(".nbe-line")
+    expect(lines).to_have_count(1000)
+    expect(lines.last).to_be_in_viewport()
+    button(view, "Earlier lines").focus()
+    view.page.keyboard.press("Enter")
+    expect(lines).to_have_count(2000)
+    expect(button(view, "Follow")).to_have_attribute("aria-pressed", "false")
+    expect(lines.first).to_contain_text("line 10001")
+    view.page.get_by_label("Search the lines").fill("line 2001")
+    expect(lines).to_have_count(1)
+    view.page.get_by_label("Search the lines").fill("line 200")
+    expect(lines).to_have_count(9)
+    with view.page.expect_download() as download:
+        button(view, "Save").click()
+    assert download.value.suggested_filename == "job-1.log"
+    text = download.value.path().read_text().splitlines()
+    assert (len(text), text[0], text[-1]) == (10_000, "rank 0 | line 2001", "rank 1 err | the end")
+    button(view, "Follow").click()
+    view.page.get_by_label("Search the lines").fill("")
+    expect(lines).to_have_count(1000)
 
 
 def test_stacks_show_where_each_rank_is(view):

@@ -30,6 +30,42 @@ def test_the_timeline_joins_older_and_new_events(view):
     assert len(view.sent("ask")) == 1
 
 
+def test_the_marks_are_reached_by_the_keyboard(view):
+    """One tab stop; the arrow keys move, the text is shown, and Enter shows the event in the list."""
+    view.open(state(events=HISTORY), ANSWERS)
+    rug = view.page.get_by_role("group", name="Events on the timeline")
+    marks = rug.get_by_role("button")
+    expect(marks).to_have_count(5)
+    assert marks.evaluate_all("nodes => nodes.filter((node) => node.tabIndex === 0).length") == 1
+    marks.last.focus()
+    view.page.keyboard.press("Home")
+    for _ in range(2):
+        view.page.keyboard.press("ArrowRight")
+    expect(marks.nth(2)).to_be_focused()
+    expect(view.page.locator(".nbe-told")).to_contain_text("gpu2/1#1 died")
+    view.page.get_by_label("Show").select_option("changes")
+    marks.nth(1).focus()
+    view.page.keyboard.press("Enter")
+    expect(view.page.get_by_label("Show")).to_have_value("all")
+    expect(view.page.locator(".nbe-log > li.nbe-highlight")).to_contain_text("gpu2/1#1 was killed")
+
+
+def test_times_of_another_day_have_their_day(view, clock):
+    """In the list, on the axis and at the marks. The chart can show the last hour only."""
+    events = [event(1, "world-formed", "a world of 4", ago=90_000), event(2, "scaled", "to 2", ago=60)]
+    view.open(state(events=events), {"history": {"events": events, "oldest": 1}})
+    day = re.compile(r"^[A-Z][a-z]{2} \d+, \d\d:\d\d:\d\d$")
+    times = view.page.locator(".nbe-log time")
+    expect(times.last).to_have_text(day)
+    expect(times.first).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
+    axis = view.page.locator(".nbe-times time")
+    expect(axis.first).to_have_text(day)
+    expect(axis.last).to_have_text(day)
+    view.page.get_by_label("Chart").select_option("the last hour")
+    expect(axis.first).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
+    expect(view.page.locator(".nbe-rug button")).to_have_count(1)
+
+
 def test_events_are_filtered_by_kind(view):
     """All, changes of the world, or failures."""
     view.open(state(events=HISTORY[-2:]), ANSWERS)

@@ -101,11 +101,11 @@ ANSWERS = {
 }
 
 
-def logs(*lines, first=1, job="job-1", unfinished=(), speakers=WRITERS):
+def logs(*lines, first=1, job="job-1", unfinished=(), speakers=WRITERS, more=False):
     """An answer with these lines, each given as a rank, a stream and a text."""
     numbered = [[n, stream, text, [[rank, rank]]] for n, (rank, stream, text) in enumerate(lines, first)]
     pending = [[0, stream, text, runs] for runs, stream, text in unfinished]
-    rest = {"next": first + len(lines) - 1, "writers": WRITERS, "speakers": speakers}
+    rest = {"next": first + len(lines) - 1, "more": more, "writers": WRITERS, "speakers": speakers}
     return {"job": job, "lines": numbered, "unfinished": pending, **rest}
 
 

@@ -184,7 +184,7 @@ def test_a_follower_prints_new_lines_and_how_many_it_missed(start_hostless, caps
     output.show(job)
     print_as_worker(cluster, job, 0, "first\n")
     output.show(job)
-    print_as_worker(cluster, job, 0, "".join(f"{i}\n" for i in range(1500)) + "end\n")
+    print_as_worker(cluster, job, 0, "".join(f"{i}\n" for i in range(10_500)) + "end\n")
     output.show(job)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["rank 0 | first", "… 501 lines are only in the log files …", "rank 0 | 501"]

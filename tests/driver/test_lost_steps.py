@@ -71,6 +71,7 @@ def test_the_next_driver_knows_a_number_only_after_a_report():
     """A loss before that, while there was no driver, is not counted as free of cost."""
     steps = LostSteps()
     steps.note_break()
+    steps.note_commit(40)  # of a survivor
     steps.note_formation(40)
     assert steps.take() is None
     steps.note_commit(50)

@@ -13,6 +13,7 @@ from ipykernel.comm.comm import BaseComm
 
 from nbelastic.notebook import dashboard_contract as contract
 from nbelastic.notebook.dashboard import Dashboard
+from nbelastic.notebook.dashboard_queries import MAX_LINES
 from nbelastic.notebook.dashboard_state import MAX_EVENTS
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.status import EventRecord, WorkerStack
@@ -149,7 +150,7 @@ def test_a_view_gets_new_reports(cluster, dashboard, replies):
 def test_a_view_tails_the_output(cluster, dashboard, replies):
     """Of all workers or of one; each query continues after the last answer; without a job there are no lines."""
     click(dashboard, {"ask": "logs", "id": "q", "since": 0})
-    nothing = {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "writers": []}
+    nothing = {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "more": False, "writers": []}
     assert replies.pop() == {"reply": "q", **nothing}
     job = cluster.run_cell("")
     job.lines = [(f"a/{n % 2}#1", Line(n, "out" if n % 3 else "err", f"line {n}", n % 2)) for n in range(1, 5)]
@@ -162,6 +163,24 @@ def test_a_view_tails_the_output(cluster, dashboard, replies):
     assert (answer["job"], answer["next"], answer["writers"]) == ("job-1", 4, [("a/0#1", 0), ("a/1#1", 1)])
     click(dashboard, {"ask": "logs", "id": "q", "worker": "a/1#1", "since": 4})
     assert (replies[-1]["lines"], replies.pop()["next"]) == ([], 4)
+
+
+def test_many_lines_are_sent_in_parts(cluster, dashboard, replies):
+    """No line is missing or sent twice, although equal lines are sent once; each part says whether there are more."""
+    job = cluster.run_cell("")
+    texts = [f"line {n // 2}" if n % 10 else f"only of rank {n % 2}: {n}" for n in range(9000)]
+    job.lines = [(f"a/{n % 2}#1", Line(n + 1, "out", text, n % 2)) for n, text in enumerate(texts)]
+    since, parts = 0, []
+    while not parts or parts[-1]["more"]:
+        click(dashboard, {"ask": "logs", "id": "0", "worker": None, "since": since})
+        parts.append(replies.pop())
+        assert len(parts[-1]["lines"]) <= MAX_LINES
+        since = parts[-1]["next"]
+    assert [part["more"] for part in parts] == [True, True, False]
+    sent = [
+        (rank, text) for part in parts for *_, text, runs in part["lines"] for a, b in runs for rank in range(a, b + 1)
+    ]
+    assert sorted(sent) == sorted((n % 2, text) for n, text in enumerate(texts))
 
 
 def test_equal_lines_of_many_ranks_are_sent_once(cluster, dashboard, replies):

@@ -42,11 +42,17 @@ export class Board {
     /** @type {KeyedList<Host, BoardContext>} */
     this.hosts = new KeyedList(this.table, (name) => new HostRow(rowOwner, name));
     this.table.addEventListener("keydown", (event) => this.moveFocus(event));
-    // The tab key stops once in each row, at the slot that had the focus last.
+    // The tab key stops once in each row, at the slot that had the focus last; with many slots once in the table.
     this.table.addEventListener("focusin", ({ target }) => {
-      const row = target instanceof Element && target.closest(".nbe-chip") && this.rowOf(target);
-      if (row) row.setTabStop(/** @type {Element} */ (target));
+      const row = target instanceof Element && target.closest(".nbe-hostrow") && this.rowOf(target);
+      if (!row) return;
+      this.tabRow = row;
+      if (target.closest(".nbe-chip")) row.setTabStop(target);
+      this.drawTabStops();
     });
+    /** @type {?HostRow} the row that had the focus last */
+    this.tabRow = null;
+    this.roomy = true;
     this.isFirst = true;
   }
 
@@ -97,10 +103,19 @@ export class Board {
       null,
     );
     this.hosts.draw(this.filter.apply(hosts, now), context);
+    this.roomy = roomy;
+    this.drawTabStops();
     if (!this.isFirst && context.changes.length <= MAX_HIGHLIGHTS) context.changes.forEach(highlight);
     this.isFirst = false;
     if (this.openChip && !this.openChip.node.isConnected) this.closeDetail();
     if (this.openChip?.slot) this.detail.draw(this.openChip.slot, context);
+  }
+
+  /** With many slots the tab key stops once in the table: the arrow keys go on from there, to the buttons too. */
+  drawTabStops() {
+    const rows = /** @type {HostRow[]} */ ([...this.hosts.parts.values()]);
+    if (!this.tabRow || !rows.includes(this.tabRow)) this.tabRow = rows[0] ?? null;
+    for (const row of rows) row.setReachable(this.roomy || row === this.tabRow, this.roomy);
   }
 
   rowOf(/** @type {Element} */ node) {
@@ -125,18 +140,19 @@ export class Board {
     this.redraw();
   }
 
-  /** The arrow keys: left and right through all slots, up and down from host to host. */
+  /** The arrow keys: left and right through all slots and buttons, up and down from host to host. */
   moveFocus(/** @type {KeyboardEvent} */ event) {
     const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     const move = moves[/** @type {keyof typeof moves} */ (event.key)];
-    const chip = event.target instanceof Element ? event.target.closest(".nbe-chip") : null;
-    if (!move || !chip) return;
+    const from = event.target instanceof Element ? event.target.closest(".nbe-chip, .nbe-actions button") : null;
+    if (!move || !from) return;
     event.preventDefault();
-    const rows = Array.from(this.table.querySelectorAll(".nbe-chips"), (group) => Array.from(group.children));
-    const row = rows.findIndex((chips) => chips.includes(chip));
+    const parts = (/** @type {Element} */ row) => [...row.querySelectorAll(".nbe-chip, .nbe-actions button")];
+    const rows = Array.from(this.table.querySelectorAll(".nbe-hostrow"), parts);
+    const row = rows.findIndex((parts) => parts.includes(from));
     const all = rows.flat();
-    const vertical = rows[row + move[0]]?.[Math.min(rows[row].indexOf(chip), rows[row + move[0]].length - 1)];
-    const next = move[1] ? all[all.indexOf(chip) + move[1]] : vertical;
+    const vertical = rows[row + move[0]]?.[Math.min(rows[row].indexOf(from), rows[row + move[0]].length - 1)];
+    const next = move[1] ? all[all.indexOf(from) + move[1]] : vertical;
     if (next instanceof HTMLElement) next.focus();
   }
 }

@@ -3,7 +3,7 @@
 import uPlot from "uplot";
 import { button, element, setAttribute, setText } from "./dom.js";
 import { dateAndTime, number, reported, timeOfDay } from "./format.js";
-import { isNumber } from "./report_table.js";
+import { isNumber, RATE } from "./report_table.js";
 
 const HEIGHT = 150; // CSS pixels
 const FONT = "11px system-ui, sans-serif";
@@ -23,6 +23,7 @@ export class Chart {
   constructor(/** @type {ChartOwner} */ owner, /** @type {string} */ name) {
     this.owner = owner;
     this.name = name;
+    this.text = name === RATE ? number : reported;
     this.value = element("b");
     const label = `Logarithmic scale of ${name}`;
     this.log = button("log", () => this.setLog(!this.isLog), "nbe-small nbe-toggle", label);
@@ -78,14 +79,14 @@ export class Chart {
   describe(/** @type {ChartContent} */ { x, y, byTime }) {
     const known = y.filter(isNumber);
     const at = (/** @type {number} */ value) => (byTime ? dateAndTime(value) : `step ${number(value)}`);
-    const range = `lowest ${reported(Math.min(...known))}, highest ${reported(Math.max(...known))}`;
-    const ends = `from ${reported(known[0])} to ${reported(known[known.length - 1])}`;
+    const range = `lowest ${number(Math.min(...known))}, highest ${number(Math.max(...known))}`;
+    const ends = `from ${number(known[0])} to ${number(known[known.length - 1])}`;
     setAttribute(this.box, "aria-label", `${this.name} ${ends}, ${at(x[0])} to ${at(x[x.length - 1])}, ${range}`);
   }
 
   showNewest(/** @type {ChartContent} */ { y }) {
     const known = y.filter(isNumber);
-    setText(this.value, reported(known[known.length - 1]));
+    setText(this.value, this.text(known[known.length - 1]));
   }
 
   /** Show the value below the pointer, which may be above another chart. */
@@ -98,7 +99,7 @@ export class Chart {
       return this.showNewest(content);
     }
     const [x, y] = [content.x[i], content.y[i]];
-    setText(this.value, y === null || y === undefined ? "–" : reported(y));
+    setText(this.value, y === null || y === undefined ? "–" : this.text(y));
     const near = content.changes.find((change) => Math.abs(this.placeOf(plot, change) - plot.valToPos(x, "x")) < 4);
     const world = near ? ` · world of ${near.size}, was ${near.before}` : "";
     this.owner.onCursor(`${content.byTime ? dateAndTime(x) : `step ${number(x)}`}${world}`);

@@ -6,11 +6,10 @@ import { Chart } from "./chart.js";
 import { button, element, saveFile, setAttribute, setText } from "./dom.js";
 import { plural } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
-import { asCsv, isNumber, ratesOf, ReportTable, stepsOf, timesOf, valuesOf, worldChanges } from "./report_table.js";
+import { asCsv, isNumber, RATE, ratesOf, ReportTable, stepsOf, timesOf, valuesOf, worldChanges } from "./report_table.js";
 
 const PERIOD = 1000; // ms between two queries
 const FEW = 3; // so many charts are shown at first
-const RATE = "steps per second";
 
 export class Charts {
   constructor(/** @type {Connection} */ connection) {

@@ -287,7 +287,7 @@ export interface HistoryAnswer {
 }
 
 /**
- * `next`: the number to use as `since` in the next query. `writers`: all workers that have printed.
+ * `next`: the number to use as `since` in the next query. `more`: there are more lines now. `writers`: all that have printed.
  *
  * `unfinished`: lines without a newline yet, as of progress bars.
  */
@@ -297,6 +297,7 @@ export interface LogsAnswer {
   lines: OutputLine[];
   unfinished: OutputLine[];
   next: number;
+  more: boolean;
   writers: Writer[];
 }
 

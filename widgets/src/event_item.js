@@ -1,8 +1,8 @@
 /** One event in the list of the timeline. A change of the world opens to its phases and reasons. */
 /** @import { Event as ClusterEvent } from "./contract.js" */
-import { element } from "./dom.js";
+import { element, setText } from "./dom.js";
 import { categories, reasonsFor, waterfall } from "./events.js";
-import { milliseconds, timeOfDay } from "./format.js";
+import { milliseconds, momentOf } from "./format.js";
 import { tone } from "./tones.js";
 
 const EVENT_SIGNS = { bad: "✕", good: "●", busy: "◔", quiet: "·" };
@@ -12,11 +12,13 @@ export class EventItem {
   constructor(event, events) {
     const eventTone = tone(event.kind);
     const sign = element("span", { class: "nbe-sign", "aria-hidden": "true" }, EVENT_SIGNS[eventTone]);
-    const time = element("time", { datetime: new Date(event.time * 1000).toISOString() }, timeOfDay(event.time));
+    this.event = event;
+    this.drawnAt = -1; // the hour in which its time was drawn last
+    this.time = element("time", { datetime: new Date(event.time * 1000).toISOString() });
     const all = event.took?.all;
     const text = element("span", {}, event.text, all === undefined ? "" : ` · ${milliseconds(all)} in all`);
     const attributes = { "data-tone": eventTone, "data-kinds": categories(event), title: event.kind };
-    this.node = element("li", attributes, time, sign);
+    this.node = element("li", attributes, this.time, sign);
     if (!Object.keys(event.took ?? {}).length) {
       this.node.append(text);
       return;
@@ -27,7 +29,12 @@ export class EventItem {
     this.node.append(details);
   }
 
-  draw() {} // an event does not change
+  /** An event does not change; after midnight its time has a day. */
+  draw(/** @type {ClusterEvent} */ _, /** @type {number} */ now) {
+    const day = Math.floor(now / 3600);
+    if (day !== this.drawnAt) setText(this.time, momentOf(this.event.time, now));
+    this.drawnAt = day;
+  }
 }
 
 /** The duration of each phase of a change, and the reasons for the change. */

@@ -35,25 +35,63 @@ export function categories(/** @type {Event} */ event) {
 }
 
 /**
- * The size of the world over time as a step line in a box of 100 by 100, with the place of each event.
- * @param {Event[]} events oldest first @param {number} now
+ * The size of the world over time as a step line in a box of 100 by 100, with the place of each event and a lane per host.
+ * @param {Event[]} events oldest first @param {number} now @param {number} seconds of the time before `now` to show
  */
-export function sizeChart(events, now) {
+export function sizeChart(events, now, seconds = Infinity) {
   if (!events.length) return null;
-  const from = events[0].time;
-  const to = Math.max(now, events[events.length - 1].time, from + 1);
-  const largest = Math.max(1, ...events.map((event) => event.size ?? 0));
-  const x = (/** @type {number} */ time) => +(((time - from) * 100) / (to - from)).toFixed(2);
+  const to = Math.max(now, events[events.length - 1].time, events[0].time + 1);
+  const from = Math.max(events[0].time, to - seconds);
+  const shown = events.filter((event) => event.time >= from);
+  const before = events[events.length - shown.length - 1];
+  let size = before?.size ?? events[0].size ?? 0;
+  const largest = Math.max(1, size, ...shown.map((event) => event.size ?? 0));
+  const x = (/** @type {number} */ time) => +(((Math.max(from, time) - from) * 100) / (to - from)).toFixed(2);
   const y = (/** @type {number} */ size) => +(100 - (size * 100) / largest).toFixed(2);
-  let size = events[0].size ?? 0;
   let path = `M0 ${y(size)}`;
-  for (const event of events) {
+  for (const event of shown) {
     if (event.size === undefined || event.size === size) continue;
     size = event.size;
     path += `H${x(event.time)}V${y(size)}`;
   }
-  const marks = events.map((event) => ({ event, x: x(event.time) }));
-  return { from, to, largest, size, path: `${path}H100`, marks };
+  const marks = shown.map((event) => ({ event, x: x(event.time) }));
+  const lanes = hostLanes(events, to).map((lane) => ({
+    ...lane,
+    spans: lane.spans.map(([start, end]) => [x(start), x(end)]).filter(([start, end]) => end > start),
+    losses: lane.losses.filter(({ time }) => time >= from).map((event) => x(event.time)),
+  }));
+  return { from, to, largest, size, path: `${path}H100`, marks, lanes };
+}
+
+const MAX_LANES = 8;
+const UP = /^host-(up|reconnected)$/;
+const DOWN = /^host-(lost|gone|refused|disconnected)$/;
+
+/**
+ * For each host the times at which it was up, and the losses on it; of many hosts those with losses and the newest ones.
+ * @param {Event[]} events oldest first @param {number} to @returns {{host: string, spans: number[][], losses: Event[]}[]}
+ */
+export function hostLanes(events, to) {
+  /** @type {Map<string, {host: string, spans: number[][], losses: Event[], isUp: boolean}>} */
+  const lanes = new Map();
+  for (const event of events) {
+    if (!event.host) continue;
+    let lane = lanes.get(event.host);
+    if (!lane) {
+      // Its beginning may be older than the events: then it was up.
+      const isUp = !/^host-|^environment-/.test(event.kind) || DOWN.test(event.kind);
+      lane = { host: event.host, spans: isUp ? [[events[0].time, to]] : [], losses: [], isUp };
+      lanes.set(event.host, lane);
+    }
+    if (UP.test(event.kind) && !lane.isUp) lane.spans.push([event.time, to]);
+    if (DOWN.test(event.kind) && lane.isUp) lane.spans[lane.spans.length - 1][1] = event.time;
+    lane.isUp = UP.test(event.kind) || (lane.isUp && !DOWN.test(event.kind));
+    if (FAILURE.test(event.kind)) lane.losses.push(event);
+  }
+  const all = [...lanes.values()];
+  if (all.length <= MAX_LANES) return all;
+  const last = (/** @type {{spans: number[][]}} */ { spans }) => spans[spans.length - 1]?.[1] ?? 0;
+  return all.sort((a, b) => b.losses.length - a.losses.length || last(b) - last(a)).slice(0, MAX_LANES);
 }
 
 const BESIDE_TRAINING = "prepare"; // this phase delays no step, so it is not a part of the whole

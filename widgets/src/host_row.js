@@ -61,7 +61,7 @@ export class HostRow {
     this.remove = button("Remove", () => request(false), "nbe-small", `Remove host ${name}`);
     this.remove.title = "Let its workers leave at the next commit";
     const label = `Remove ${name} now`;
-    this.removeNow = confirmedButton(owner.timers, "Now", "Sure?", () => request(true), "nbe-small nbe-danger", label);
+    this.removeNow = confirmedButton(owner.timers, "Remove now", "Really?", () => request(true), "nbe-small nbe-danger", label);
     this.removeNow.title = "End its workers at once";
     this.row = element(
       "tr",
@@ -76,6 +76,7 @@ export class HostRow {
     );
     this.node = element("tbody", { role: "rowgroup" }, this.row);
     this.before = "";
+    this.reachable = { slots: true, buttons: true };
     /** @type {?Element} */
     this.tabStop = null;
     /** @type {?number[][]} */
@@ -109,8 +110,20 @@ export class HostRow {
   /** The tab key stops at this slot of the row only. */
   setTabStop(/** @type {?Element} */ chip) {
     if (this.tabStop) setAttribute(this.tabStop, "tabindex", "-1");
-    if (chip) setAttribute(chip, "tabindex", "0");
     this.tabStop = chip;
+    this.drawTabStops();
+  }
+
+  /** Whether the tab key stops in this row at all. The arrow keys reach everything in it. */
+  setReachable(/** @type {boolean} */ slots, /** @type {boolean} */ buttons) {
+    this.reachable = { slots, buttons };
+    this.drawTabStops();
+  }
+
+  drawTabStops() {
+    const { slots, buttons } = this.reachable;
+    if (this.tabStop) setAttribute(this.tabStop, "tabindex", slots ? "0" : "-1");
+    for (const node of [this.remove, this.removeNow]) setAttribute(node, "tabindex", buttons ? null : "-1");
   }
 
   drawGpus(/** @type {number[][]} */ gpus) {

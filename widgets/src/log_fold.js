@@ -1,6 +1,6 @@
 /** Folds equal lines of several workers into one. nbelastic/notebook/log_folding.py has the same rule. */
 
-const MAX_LINES = 1000;
+const MAX_LINES = 10_000;
 const CLOSE = 200; // equal lines of different workers are folded within so many lines
 
 /** A line as a terminal shows it: without colours, and only the last state of a progress bar. */

@@ -1,10 +1,12 @@
 /** The lines of the panel *Logs*: finished lines, then unfinished ones such as progress bars. */
 /** @import { OutputLine, Writer } from "./contract.js" */
 /** @import { Line } from "./log_fold.js" */
-import { element, setAttribute, setText } from "./dom.js";
+import { button, element, setAttribute, setText } from "./dom.js";
 import { rankNames } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { LogFold, terminalText } from "./log_fold.js";
+
+const PAGE = 1000; // so many lines are in the page at first
 
 /** @typedef {{stream: string, text: string, writers: string, hidden: boolean}} UnfinishedLine */
 
@@ -19,7 +21,10 @@ export class LogLines {
     this.node = element("div", { class: "nbe-lines", role: "region", "aria-label": "Log", tabindex: "0" });
     this.node.addEventListener("scroll", () => this.scrolled());
     this.end = element("div", { class: "nbe-pending" });
-    this.node.append(this.end);
+    this.earlier = button("Earlier lines", () => this.showEarlier(), "nbe-small");
+    this.earlier.hidden = true;
+    this.node.append(this.earlier, this.end);
+    this.limit = PAGE; // of the newest lines that are in the page
     /** @type {KeyedList<UnfinishedLine, null>} */
     this.unfinished = new KeyedList(this.end, () => this.makeUnfinished());
     /** @type {Map<string, ?number>} the present rank of each worker */
@@ -34,45 +39,84 @@ export class LogLines {
 
   clear() {
     this.fold = new LogFold();
-    this.nodes.clear();
+    this.limit = PAGE;
     this.unfinished.draw([], null);
-    this.node.replaceChildren(this.end);
+    this.draw();
   }
 
   matches(/** @type {string} */ text) {
     return this.searched === "" || text.toLowerCase().includes(this.searched);
   }
 
+  found() {
+    return this.searched ? this.fold.lines.filter(({ text }) => this.matches(text)) : this.fold.lines;
+  }
+
   /** How many lines there are, and how many of them contain the searched text. */
   count() {
-    const all = this.fold.lines.length;
-    return { all, found: this.searched ? this.fold.lines.filter(({ text }) => this.matches(text)).length : all };
+    return { all: this.fold.lines.length, found: this.found().length };
+  }
+
+  /** All lines, each after the ranks that have printed it. */
+  text() {
+    const label = (/** @type {Line} */ { stream, writers }) => `${this.label([...writers])}${stream === "err" ? " err" : ""}`;
+    return this.fold.lines.map((line) => `${label(line)} | ${line.text}\n`).join("");
   }
 
   add(/** @type {OutputLine[]} */ lines, /** @type {Writer[]} */ speakers) {
+    const before = this.fold.lines.length;
     /** @type {Set<Line>} */
     const touched = new Set();
     for (const [, stream, text, runs] of lines) {
       const plain = terminalText(text);
       for (const [id, rank] of writersOf(speakers, runs)) touched.add(this.fold.add(id, stream, plain, rank));
     }
-    for (const { seq } of this.fold.trim()) {
-      this.nodes.get(seq)?.node.remove();
+    // What the reader looks at stays in the page.
+    if (!this.following) this.limit += this.fold.lines.length - before;
+    this.fold.trim();
+    for (const line of touched) {
+      const shown = this.nodes.get(line.seq);
+      if (shown) setText(shown.writers, this.label([...line.writers]));
+    }
+    if (lines.length) this.draw();
+  }
+
+  /** Put the newest lines that were found into the page. Nodes that remain are not moved. */
+  draw() {
+    const found = this.found();
+    const shown = found.slice(-this.limit);
+    const wanted = new Set(shown.map(({ seq }) => seq));
+    for (const [seq, { node }] of this.nodes) {
+      if (wanted.has(seq)) continue;
+      node.remove();
       this.nodes.delete(seq);
     }
-    const added = document.createDocumentFragment();
-    for (const line of touched) {
-      if (!this.fold.lines.length || line.seq < this.fold.lines[0].seq) continue;
-      let shown = this.nodes.get(line.seq);
-      if (!shown) {
-        shown = this.makeLine(line);
-        added.append(shown.node);
-        this.nodes.set(line.seq, shown);
-      }
-      setText(shown.writers, this.label([...line.writers]));
+    /** @type {Element} */
+    let next = this.end;
+    for (const line of shown.reverse()) {
+      let part = this.nodes.get(line.seq);
+      if (!part) this.nodes.set(line.seq, (part = this.makeLine(line)));
+      if (part.node.nextElementSibling !== next) this.node.insertBefore(part.node, next);
+      next = part.node;
     }
-    this.end.before(added);
+    this.earlier.hidden = found.length <= this.limit;
     if (this.following) this.scrollToEnd();
+  }
+
+  showEarlier() {
+    const fromEnd = this.node.scrollHeight - this.node.scrollTop;
+    this.onScrollUp();
+    this.limit += PAGE;
+    this.draw();
+    this.node.scrollTop = this.node.scrollHeight - fromEnd;
+    if (this.earlier.hidden) this.node.focus({ preventScroll: true });
+  }
+
+  setFollow(/** @type {boolean} */ following) {
+    this.following = following;
+    if (!following) return;
+    this.limit = PAGE;
+    this.draw();
   }
 
   /** The ranks of writers. A worker without a rank when it printed, as of a script, is shown with its present rank. */
@@ -106,22 +150,17 @@ export class LogLines {
     return { node, draw };
   }
 
-  makeLine(/** @type {Line} */ { stream, text }) {
-    const writers = element("span", { class: "nbe-writers" });
+  makeLine(/** @type {Line} */ { stream, text, writers: known }) {
+    const writers = element("span", { class: "nbe-writers" }, this.label([...known]));
     const tag = element("span", { class: "nbe-stream" }, stream === "err" ? "err" : "");
     const node = element("div", { class: "nbe-line", "data-stream": stream }, writers, tag, element("span", {}, text));
-    node.hidden = !this.matches(text);
     return { node, writers };
   }
 
   /** Show only the lines that contain `text`, in any case. */
   search(/** @type {string} */ text) {
     this.searched = text.toLowerCase();
-    for (const line of this.fold.lines) {
-      const node = this.nodes.get(line.seq)?.node;
-      if (node) node.hidden = !this.matches(line.text);
-    }
-    if (this.following) this.scrollToEnd();
+    this.draw();
   }
 
   scrollToEnd() {

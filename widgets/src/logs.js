@@ -2,7 +2,7 @@
 /** @import { Connection } from "./connection.js" */
 /** @import { LogsAnswer, Writer } from "./contract.js" */
 /** @import { Timers } from "./timers.js" */
-import { button, element, setAttribute, setText } from "./dom.js";
+import { button, element, saveFile, setAttribute, setText } from "./dom.js";
 import { plural } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { LogLines } from "./log_lines.js";
@@ -26,6 +26,8 @@ export class Logs {
     this.search.addEventListener("input", () => this.filter());
     this.lines = new LogLines(() => this.setFollow(false));
     this.follow = button("Follow", () => this.setFollow(!this.lines.following), "nbe-small nbe-toggle");
+    this.save = button("Save", () => this.saveLines(), "nbe-small");
+    this.save.title = "A file with all lines that this view has of these ranks";
     this.note = element("span", { class: "nbe-note", role: "status" });
     const bar = element(
       "div",
@@ -33,6 +35,7 @@ export class Logs {
       element("label", {}, "Lines of ", this.worker),
       this.search,
       this.follow,
+      this.save,
       element("span", { class: "nbe-gap" }),
       this.note,
     );
@@ -89,6 +92,7 @@ export class Logs {
         return this.restart();
       }
       this.draw(answer);
+      if (answer.more) this.poll();
     });
   }
 
@@ -128,9 +132,13 @@ export class Logs {
     setText(this.note, `${share}${plural(all, "line")}${this.job ? ` of ${this.job}` : ""}`);
   }
 
+  saveLines() {
+    const name = [this.job ?? "job", this.worker.value.replaceAll(/[^\w.-]+/g, "-")].filter(Boolean).join("-");
+    saveFile(`${name}.log`, this.lines.text(), "text/plain", this.timers);
+  }
+
   setFollow(/** @type {boolean} */ following) {
-    this.lines.following = following;
+    this.lines.setFollow(following);
     setAttribute(this.follow, "aria-pressed", String(following));
-    if (following) this.lines.scrollToEnd();
   }
 }

@@ -2,6 +2,7 @@
 /** @import { KeyFrame, ReportsAnswer } from "./contract.js" */
 
 const [STEP, TIME, GENERATION, SIZE, VALUES] = [0, 1, 2, 3, 4]; // places in a row
+export const RATE = "steps per second"; // the name of the chart that is made of the others' places
 const RATE_TIME = 5; // seconds over which the steps per second are a mean
 
 /**

@@ -20,6 +20,10 @@ function copyItems(/** @type {WorkerCopies} */ [memory, copiedTo, keeps, shared]
   return items;
 }
 
+/** Each GPU of the host: its use and memory. @returns {[string, string][]} */
+const gpuLines = (/** @type {number[][]} */ gpus) =>
+  gpus.map(([share, used, total], i) => [`GPU ${i} of the host`, `${percent(share)}, ${megabytes(used, total)}`]);
+
 /**
  * @typedef {{send: RequestList["send"], timers: Timers, openLog(worker: string): void, close(): void,
  *   detailId: string}} DetailOwner
@@ -52,23 +56,28 @@ export class SlotDetail {
   draw(/** @type {Slot} */ slot, /** @type {BoardContext} */ { state, now, locked, closed }) {
     this.worker = slot.id;
     setText(this.title, slot.id || `Slot ${slot.slot}`);
-    this.figures.draw(this.items(slot, stateOf(slot, now), now, state.step), null);
+    const gpus = state.hosts[slot.id.slice(0, slot.id.lastIndexOf("/"))]?.gpus ?? [];
+    this.figures.draw(this.items(slot, stateOf(slot, now), now, state.step, gpus), null);
     setText(this.reason, slot.worker?.reason ?? "");
     setDisabled(this.log, closed || !slot.worker);
     setDisabled(this.restart, locked || !slot.worker);
   }
 
-  /** @param {Slot} slot @param {string} state @param {number} now @param {number} step @returns {[string, {value: string}][]} */
-  items({ id, worker, backoffUntil }, state, now, step) {
+  /**
+   * @param {Slot} slot @param {string} state @param {number} now @param {number} step @param {number[][]} gpus
+   * @returns {[string, {value: string}][]}
+   */
+  items({ id, worker, backoffUntil }, state, now, step, gpus) {
     const stateText = state === "backoff" ? `in back-off, ${duration(backoffUntil - now)} left` : state;
     /** @type {[string, string][]} */
     const items = [["State", stateText]];
     if (worker) {
       items.push(["Rank", worker.rank === null ? "none" : String(worker.rank)], ["Process", String(worker.pid)]);
       if (state === "running") items.push(["Step", number(step - worker.behind)]);
-      if (worker.behind) items.push(["Behind", plural(worker.behind, "commit")]);
+      if (worker.behind) items.push(["Behind the others", plural(worker.behind, "commit")]);
       items.push(["Restarts", String(worker.restarts)], ["CPU", percent(worker.cpu) || "–"]);
       items.push(["Memory", megabytes(worker.memory) || "–"]);
+      items.push(...gpuLines(gpus));
       if (worker.copies) items.push(...copyItems(worker.copies, id.slice(0, id.lastIndexOf("/"))));
     }
     return items.map(([name, value]) => [name, { value }]);

@@ -25,17 +25,22 @@ export class Timeline {
     const options = Object.entries({ all: "all", change: "changes", failure: "failures" });
     this.filter = element("select", {}, ...options.map(([value, text]) => element("option", { value }, text)));
     this.filter.addEventListener("change", () => this.show());
+    const spans = Object.entries({ Infinity: "all the time", 86400: "the last day", 3600: "the last hour", 600: "the last 10 min" });
+    spans.sort(([a], [b]) => Number(b) - Number(a));
+    this.span = element("select", {}, ...spans.map(([value, text]) => element("option", { value }, text)));
+    this.span.addEventListener("change", () => this.show());
     this.earlier = button("Earlier", () => this.ask(this.events[0]?.n ?? null), "nbe-small");
     this.trace = button("Save trace", () => this.saveTrace(), "nbe-small");
     this.trace.title = "A file for Perfetto or chrome://tracing";
     this.note = element("span", { class: "nbe-note", role: "status" });
     this.log = element("ol", { class: "nbe-log", "aria-label": "Events, newest first", tabindex: "0" });
-    /** @type {KeyedList<ClusterEvent, null>} */
+    /** @type {KeyedList<ClusterEvent, number>} */
     this.list = new KeyedList(this.log, (_, event) => new EventItem(event, () => this.events));
     const bar = element(
       "div",
       { class: "nbe-bar" },
       element("label", {}, "Show ", this.filter),
+      element("label", {}, "Chart ", this.span),
       this.earlier,
       this.note,
       element("span", { class: "nbe-gap" }),
@@ -112,13 +117,13 @@ export class Timeline {
     const shown = withoutRepeats(this.events.filter(isShown)).reverse();
     this.list.draw(
       shown.map((event) => [String(event.n), event]),
-      null,
+      this.now,
     );
     const empty = category === "all" ? "There are no events yet." : `No ${category}s among the events shown.`;
     setAttribute(this.log, "data-empty", shown.length ? null : empty);
     const first = this.events[0]?.n ?? 0;
     setDisabled(this.earlier, this.closed || !this.oldest || first <= this.oldest || this.events.length >= MAX_EVENTS);
-    this.chart.draw(this.events, this.now);
+    this.chart.draw(this.events, this.now, Number(this.span.value));
   }
 
   saveTrace() {

@@ -1,14 +1,17 @@
-/** The size of the world over time, with a mark for each event. */
+/** The size of the world over time, with a mark for each event and a lane for each host. */
 /** @import { Event as ClusterEvent } from "./contract.js" */
 import { element, setAttribute, setText, svgElement } from "./dom.js";
 import { categories, sizeChart } from "./events.js";
-import { plural, timeOfDay } from "./format.js";
+import { momentOf, plural } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { tone } from "./tones.js";
 
-const MARKS = { change: "▲", failure: "✕", other: "" };
+const MARKS = { change: "▲", failure: "✕", other: "•" };
 
-/** @typedef {{event: ClusterEvent, x: number}} Mark */
+/**
+ * @typedef {{event: ClusterEvent, x: number}} Mark
+ * @typedef {{host: string, spans: number[][], losses: number[]}} Lane
+ */
 
 export class TimelineChart {
   /** @param {(n: number) => void} onMarkClick called with the number of the event */
@@ -19,36 +22,75 @@ export class TimelineChart {
     this.largest = element("span");
     this.from = element("time");
     this.to = element("time");
-    const marks = element("div", { class: "nbe-rug", "aria-hidden": "true" });
+    this.rug = element("div", { class: "nbe-rug", role: "group", "aria-label": "Events on the timeline" });
+    this.now = 0;
     /** @type {KeyedList<Mark, null>} */
-    this.marks = new KeyedList(marks, (_, { event }) => this.makeMark(event, onMarkClick));
+    this.marks = new KeyedList(this.rug, (_, { event }) => this.makeMark(event, onMarkClick));
+    this.rug.addEventListener("keydown", (event) => this.move(event));
+    // The tab key stops once, at the mark that had the focus last.
+    this.rug.addEventListener("focusin", ({ target }) => this.setTabStop(/** @type {Element} */ (target)));
+    /** @type {?Element} */
+    this.tabStop = null;
+    this.told = element("p", { class: "nbe-note nbe-told", "aria-hidden": "true" });
+    this.lanes = element("div", { class: "nbe-lanes", "aria-hidden": "true" });
+    /** @type {KeyedList<Lane, null>} */
+    this.hosts = new KeyedList(this.lanes, (host) => makeLane(host));
     this.node = element(
       "div",
       { class: "nbe-chart" },
       element("span", { class: "nbe-axis", "aria-hidden": "true" }, this.largest, element("span", {}, "0")),
-      element("div", { class: "nbe-plot" }, this.svg, marks),
+      element("div", { class: "nbe-plot" }, this.svg, this.rug),
+      this.lanes,
       element("span", { class: "nbe-times", "aria-hidden": "true" }, this.from, this.to),
+      this.told,
     );
   }
 
   makeMark(/** @type {ClusterEvent} */ event, /** @type {(n: number) => void} */ onClick) {
     const category = /** @type {keyof typeof MARKS} */ (categories(event).split(" ").pop() || "other");
-    const title = `${timeOfDay(event.time)} ${event.text}`;
-    const node = element("span", { "data-kind": category, "data-tone": tone(event.kind), title }, MARKS[category]);
-    node.addEventListener("click", () => onClick(event.n));
+    const attributes = { type: "button", tabindex: "-1", "data-kind": category, "data-tone": tone(event.kind) };
+    const node = element("button", attributes, element("span", { "aria-hidden": "true" }, MARKS[category]));
+    const tell = () => setText(this.told, this.describe(event));
     const draw = (/** @type {Mark} */ { x }) => {
       node.style.left = `${x}%`;
+      setAttribute(node, "aria-label", this.describe(event));
     };
+    node.addEventListener("click", () => onClick(event.n));
+    node.addEventListener("focus", tell);
+    node.addEventListener("pointerenter", tell);
     return { node, draw };
   }
 
-  draw(/** @type {ClusterEvent[]} */ events, /** @type {number} */ now) {
-    const chart = sizeChart(events, now);
+  describe(/** @type {ClusterEvent} */ event) {
+    return `${momentOf(event.time, this.now)} ${event.text}`;
+  }
+
+  /** The arrow keys move from mark to mark, Home and End to the first and the last. */
+  move(/** @type {KeyboardEvent} */ event) {
+    const marks = /** @type {HTMLElement[]} */ ([...this.rug.children]);
+    const at = marks.indexOf(/** @type {HTMLElement} */ (event.target));
+    const targets = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: marks.length - 1 };
+    const target = targets[/** @type {keyof typeof targets} */ (event.key)];
+    if (at < 0 || target === undefined) return;
+    event.preventDefault();
+    marks[target]?.focus();
+  }
+
+  setTabStop(/** @type {?Element} */ mark) {
+    if (this.tabStop) setAttribute(this.tabStop, "tabindex", "-1");
+    if (mark) setAttribute(mark, "tabindex", "0");
+    this.tabStop = mark;
+  }
+
+  /** @param {ClusterEvent[]} events @param {number} now @param {number} seconds to show */
+  draw(events, now, seconds) {
+    this.now = now;
+    const chart = sizeChart(events, now, seconds);
     setAttribute(this.node, "hidden", chart ? null : "");
     if (!chart) return;
-    const [from, to] = [timeOfDay(chart.from), timeOfDay(chart.to)];
+    const [from, to] = [momentOf(chart.from, chart.to), momentOf(chart.to, chart.from)];
     const sizes = `${chart.size} now, ${chart.largest} at most`;
-    const label = `Size of the world from ${from} to ${to}: ${sizes}, ${plural(events.length, "event")}`;
+    const label = `Size of the world from ${from} to ${to}: ${sizes}, ${plural(chart.marks.length, "event")}`;
     setAttribute(this.line, "d", chart.path);
     setAttribute(this.svg, "aria-label", label);
     setText(this.largest, String(chart.largest));
@@ -58,5 +100,29 @@ export class TimelineChart {
       chart.marks.map((mark) => [String(mark.event.n), mark]),
       null,
     );
+    if (!this.tabStop || !this.rug.contains(this.tabStop)) this.setTabStop(this.rug.lastElementChild);
+    this.lanes.hidden = chart.lanes.length < 2;
+    this.hosts.draw(this.lanes.hidden ? [] : chart.lanes.map((lane) => [lane.host, lane]), null);
   }
+}
+
+/** A lane: when this host was up, and what was lost on it. */
+function makeLane(/** @type {string} */ host) {
+  const track = element("span", { class: "nbe-track" });
+  const node = element("div", { class: "nbe-lane" }, element("span", { class: "nbe-lanename" }, host), track);
+  let drawn = "";
+  const place = (/** @type {string} */ name, /** @type {number} */ x, /** @type {number} */ width) => {
+    const part = element("i", { class: name });
+    part.style.left = `${x}%`;
+    if (width) part.style.width = `${width}%`;
+    return part;
+  };
+  const draw = (/** @type {Lane} */ { spans, losses }) => {
+    const face = JSON.stringify([spans, losses]);
+    if (face === drawn) return;
+    drawn = face;
+    const up = spans.map(([start, end]) => place("nbe-up", start, end - start));
+    track.replaceChildren(...up, ...losses.map((x) => place("nbe-loss", x, 0)));
+  };
+  return { node, draw };
 }

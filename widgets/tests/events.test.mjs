@@ -6,6 +6,7 @@ import {
   announcement,
   categories,
   firstAfterGap,
+  hostLanes,
   reasonsFor,
   sizeChart,
   waterfall,
@@ -98,4 +99,41 @@ test("the reasons for a change are the events since the change before it", () =>
     event(6, "training", "", done),
   ];
   assert.deepEqual(reasonsFor(events[5], events), ["b/0#1 died", "connection reset"]);
+});
+
+test("each host has a lane: when it was up, and the losses on it", () => {
+  const events = [
+    event(0, "host-added", "", { host: "a" }),
+    event(10, "host-up", "", { host: "a" }),
+    event(20, "worker-ready", "", { host: "b" }),
+    event(30, "worker-lost", "", { host: "a" }),
+    event(40, "host-lost", "", { host: "b" }),
+    event(50, "host-up", "", { host: "b" }),
+    event(60, "host-up", "", { host: "b" }),
+  ];
+  assert.deepEqual(
+    hostLanes(events, 100).map(({ host, spans, losses }) => [host, spans, losses.map(({ time }) => time)]),
+    [
+      ["a", [[10, 100]], [30]],
+      ["b", [[0, 40], [50, 100]], [40]],
+    ],
+  );
+});
+
+test("of many hosts those with losses have lanes", () => {
+  const events = Array.from({ length: 20 }, (_, n) => event(n, "host-up", "", { host: `h${n}` }));
+  const lanes = hostLanes([...events, event(30, "worker-lost", "", { host: "h17" })], 100);
+  assert.deepEqual([lanes.length, lanes[0].host], [8, "h17"]);
+});
+
+test("the chart may show only the last time", () => {
+  const events = [
+    event(0, "host-up", "", { size: 0, host: "a" }),
+    event(10, "world-formed", "", { size: 4 }),
+    event(95, "worker-lost", "", { size: 3, host: "a" }),
+  ];
+  const chart = sizeChart(events, 100, 10);
+  assert.deepEqual([chart.from, chart.to, chart.path], [90, 100, "M0 0H50V25H100"]);
+  assert.deepEqual(chart.marks.map(({ x }) => x), [50]);
+  assert.deepEqual(chart.lanes, [{ host: "a", isUp: true, spans: [[0, 100]], losses: [50] }]);
 });

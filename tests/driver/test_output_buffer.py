@@ -1,0 +1,39 @@
+"""The lines of a job that drivers and clients keep: fewer per worker if there are many workers."""
+
+from __future__ import annotations
+
+from nbelastic.protocol.output_buffer import LEAST, MOST, TAIL, Line, OutputBuffer
+from tests.core.story import wid
+
+
+def print_lines(buffer, worker, count):
+    for _ in range(count):
+        buffer.add(wid(worker), Line(buffer.line_count + 1, "out", "x"))
+
+
+def kept(buffer):
+    return {str(worker): len(lines) for worker, lines in buffer.lines.items()}
+
+
+def test_few_workers_have_many_lines_each():
+    """The newest ones."""
+    buffer = OutputBuffer()
+    print_lines(buffer, "a/0#1", TAIL + 5)
+    print_lines(buffer, "a/1#1", 7)
+    assert kept(buffer) == {"a/0#1": TAIL, "a/1#1": 7}
+    assert buffer.lines[wid("a/0#1")][0].number == 6
+
+
+def test_workers_share_the_room_before_one_of_them_loses_all():
+    """With each worker more, the others keep fewer lines. None is dropped while each can keep the least."""
+    dropped = []
+    buffer = OutputBuffer(dropped.append)
+    for n in range(50):
+        print_lines(buffer, f"a/{n}#1", TAIL)
+    assert dropped == []
+    assert set(kept(buffer).values()) == {MOST // 50}
+    for n in range(50, 150):
+        print_lines(buffer, f"a/{n}#1", LEAST)
+    assert sum(kept(buffer).values()) == MOST
+    assert set(kept(buffer).values()) == {LEAST}
+    assert len(dropped) == 50
