@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ FILES: dict[str, tuple[str, Callable[[str], Counts]]] = {
     "bamboo-g4dn": ("bamboo-g4dn.csv", schedules.bamboo_counts),
     "parcae-hh": ("parcae-hh.txt", schedules.parcae_counts),
 }
-SPEED = 20.0  # of recorded traces, unless told otherwise; rates are replayed as they were published
+SPEED = 20.0  # the default for recorded traces; rates are replayed as they were published
 Values = dict[str, dict[str, list[float]]]
 
 
@@ -97,7 +98,7 @@ def compare(trace: str, chosen: list[System], plan: Plan, rounds: int) -> dict[s
     """Replay one trace with all systems, in turn; a later round has the next seed."""
     values: Values = {system.name: {} for system in chosen}
     failed: dict[str, list[str]] = {system.name: [] for system in chosen}
-    below = []
+    below, load = [], []
     for number in range(rounds):
         schedule = schedule_of(trace, Plan(plan.workers, plan.minimum, plan.seconds, plan.speed, plan.seed + number))
         below.append(schedule.seconds_below(plan.minimum))
@@ -111,8 +112,9 @@ def compare(trace: str, chosen: list[System], plan: Plan, rounds: int) -> dict[s
                 continue
             for name, value in found.items():
                 values[system.name].setdefault(name, []).append(value)
+            load.append(os.getloadavg()[0])
             print(f"{system.name:10} " + "   ".join(f"{k} {v:.1f}" for k, v in found.items()), flush=True)
-    return {"values": values, "failed": failed, "schedule below min, s": below, "plan": vars(plan)}
+    return {"values": values, "failed": failed, "schedule below min, s": below, "load": load, "plan": vars(plan)}
 
 
 def describe(schedule: Schedule, minimum: int) -> str:
