@@ -40,7 +40,9 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def started(command: Sequence[str], extra: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    command: Sequence[str], extra: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run the command in its own session; at the end send SIGTERM, then kill and report the processes that are left.
 
     The end is also a SIGTERM of this process.
@@ -52,7 +54,7 @@ def started(command: Sequence[str], extra: Mapping[str, str]) -> Iterator[subpro
             [*private_network(), *command],
             cwd=ROOT,
             env={**environment(extra), MARK: mark},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=output,
             start_new_session=True,

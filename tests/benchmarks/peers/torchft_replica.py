@@ -1,33 +1,25 @@
-"""One torchft replica in its own process, as in its DDP example: `… torchft_replica FOLDER NUMBER LIGHTHOUSE`.
+"""One torchft replica in its own process, as in its DDP example: `… torchft_replica FOLDER NUMBER LIGHTHOUSE [MIN]`.
 
 The timeouts are those of the example: 5 s for gloo, 30 s for the manager.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from tests.benchmarks import programs
+from tests.benchmarks.peers.nodes import store_on_loopback
 from tests.benchmarks.peers.steplog import StepLog
 
 
-def store_on_loopback() -> TCPStore:
-    """Return the store that a replica's manager needs: torchrun's would be reachable from other machines."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def main() -> None:
-    folder, number, lighthouse = sys.argv[1:]
+    folder, number, lighthouse, *minimum = sys.argv[1:]
     store = store_on_loopback()
     model, inner = programs.model_and_optimizer()
 
@@ -42,7 +34,7 @@ def main() -> None:
         pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=load,
         state_dict=state,
-        min_replica_size=1,
+        min_replica_size=int(minimum[0]) if minimum else 1,
         timeout=timedelta(seconds=30),
         rank=0,
         world_size=1,
