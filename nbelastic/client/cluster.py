@@ -50,9 +50,9 @@ class Cluster(ClusterView):
     ssh starts the hosts that are not this machine, or else `launcher` does: the name of one of ipyparallel's batch launchers
     (slurm, pbs, …), with its `launcher_options`; there, `python` names the interpreter. `env` and `cwd` are the environment and
     working folder of agents and workers. `nics` names the network interfaces to use, separated by commas; by default the
-    hosts find one that reaches all. A worker that others wait for longer than `stall` is replaced. On a stop, a program has
-    `stop_timeout` seconds to write a last checkpoint. `timeouts` sets other waits by the names of the table in
-    docs/reference.md: `{"recover": 30}`.
+    hosts find one that reaches all. A worker that others wait for longer than `stall` is replaced. `exclude_differing`: the host
+    of a rank is left out if its training state changes to other values than the others'. On a stop, a program has `stop_timeout`
+    seconds for a last checkpoint. `timeouts` sets other waits by their names in docs/reference.md: `{"recover": 30}`.
 
     `code_sync`: before each job and cell, hosts get the modules of the working folder and of `code_folders` that are imported
     here, if they lack them. Workers import changed ones again. `requirements`, a file or its lines: each host makes an environment.
@@ -79,6 +79,7 @@ class Cluster(ClusterView):
         cooldown: tuple[float, float] = (5.0, 300.0),
         silence: float = 10.0,
         stall: float | None = None,
+        exclude_differing: bool = False,
         stop_timeout: float = 60.0,
         timeouts: Mapping[str, float] | None = None,
         nics: str | None = None,

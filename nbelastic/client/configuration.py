@@ -150,6 +150,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
         cooldown=(float(given["cooldown"][0]), float(given["cooldown"][1])),
         silence=silence,
         stall=_seconds(given["stall"]),
+        exclude_differing=bool(given["exclude_differing"]),
         backend=given["backend"],
         shares_gpus=(given["env"] or {}).get(SHARE_GPUS, os.environ.get(SHARE_GPUS)) == "1",
         timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], SSH if in_pods else launcher),

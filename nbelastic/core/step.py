@@ -24,6 +24,7 @@ from nbelastic.core import (
     partitions,
     provisioning,
     reconfiguration,
+    replicas,
     requests,
     script_job,
     setup_cells,
@@ -182,6 +183,8 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return breakpoints.reached(cluster, event, out)
         case pev.BreakpointLeft(worker=w):
             return breakpoints.left(cluster, w)
+        case pev.ReplicaDiffered():
+            return replicas.differed(cluster, event, now, out)
         case pev.SwapFailed():
             return swaps.failed(cluster, event, now, out)
         case ev.WorkerPrepared():

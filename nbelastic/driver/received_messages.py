@@ -16,6 +16,7 @@ from nbelastic.driver.engines import Engines
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.liveness import StallDetector
+from nbelastic.driver.replicas import AllDiffer
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.state_pulls import StatePulls
@@ -29,6 +30,8 @@ from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
+
+NOT_ALIKE = "does the program train without DistributedDataParallel, or change the model on some ranks only?"
 
 
 class ReceivedMessages:
@@ -249,6 +252,8 @@ class ReceivedMessages:
             telemetry.add_copies(message.worker, message.generation, message.copies, now, is_rank_0=is_rank_0)
         if message.checkpoint is not None and is_rank_0:
             telemetry.add_checkpoint(message.checkpoint, now)
+        if message.replica is not None and message.replica.generation == cluster.generation:
+            self._compare(message.worker, message.replica)
         if is_rank_0:
             self._add_report(message.worker, message.commit, message.report)
             telemetry.measure_speed(now, message.commit)
@@ -261,6 +266,20 @@ class ReceivedMessages:
             self._event_log.lost_steps.note_commit(message.commit)
         self._publish_soon()
         self._snapshot_writer.save_telemetry(telemetry, now)
+
+    def _compare(self, w: WorkerId, hashes: worker_messages.ReplicaHashes) -> None:
+        """Compare the state of this rank with the others'. The core decides about a rank that differs."""
+        cluster = self._cluster()
+        if not cluster.has_world or w not in cluster.member_set:
+            return
+        for found in self._telemetry.replicas.add(w, len(cluster.members), hashes):
+            if isinstance(found, AllDiffer):
+                text = f"the ranks hold different values at commit {found.commit}, and none can be named: {NOT_ALIKE}"
+                self._record(cmd.Record("replicas-differ", text, generation=cluster.generation))
+                continue
+            for differing in found.workers:
+                event = pev.ReplicaDiffered(differing, cluster.generation, found.commit, found.were_equal)
+                self._post(event)
 
     def _add_report(self, w: WorkerId, commit: int, values: Mapping[str, float | str | None]) -> None:
         """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""

@@ -104,6 +104,12 @@ def _breakpoint(worker: Worker) -> str:
     return f"waits at a breakpoint in {worker.breakpoint_at}: %elastic_debug" if worker.breakpoint_at else ""
 
 
+def _worker_reason(w: WorkerId, worker: Worker, telemetry: Telemetry) -> str:
+    unresponsive = worker.unresponsive or telemetry.blocked_text(w)
+    texts = (_breakpoint(worker), worker.reason, unresponsive, telemetry.differs_text(w))
+    return "; ".join(text for text in texts if text)
+
+
 def _host_reason(host: Host, telemetry: Telemetry) -> str:
     sample = telemetry.host_samples.get(host.spec.name)
     slower = f"slower than it could be: {'; '.join(sample.throttled)}" if sample and sample.throttled else ""
@@ -136,9 +142,7 @@ def _workers(
                 telemetry.steps.get(w, worker.commit),
                 restarts,
                 telemetry.log_dir,
-                "; ".join(
-                    filter(None, (_breakpoint(worker), worker.reason, worker.unresponsive or telemetry.blocked_text(w)))
-                ),
+                _worker_reason(w, worker, telemetry),
                 cpu,
                 memory,
                 behind,

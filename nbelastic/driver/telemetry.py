@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
+from nbelastic.driver.replicas import Replicas
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.report_history import ReportHistory, ReportRows
@@ -119,6 +120,7 @@ class Telemetry(Struct):
     whole: WholeCommit | None = None
     checkpoint: NewestCheckpoint | None = None  # of jobs with checkpoints
     worlds: dict[int, tuple[WorkerId, ...]] = {}  # by generation, the members of the last ones that had copies
+    replicas: Replicas = msgspec.field(default_factory=Replicas)
     steps_per_second: float | None = None
     failed_at: float | None = None
     step_rate: StepRate = msgspec.field(default_factory=StepRate)
@@ -157,6 +159,11 @@ class Telemetry(Struct):
         if seconds is None:
             return ""
         return f"is in uninterruptible sleep (D) for {seconds:.0f} s: it waits for a device or a file system"
+
+    def differs_text(self, w: WorkerId) -> str:
+        """A text if the worker's training state differs from the other ranks', else an empty one."""
+        commit = self.replicas.differing.get(w)
+        return f"has other values than the other ranks since commit {commit}" if commit is not None else ""
 
     def add_report(self, values: Mapping[str, float | str]) -> tuple[str, ...]:
         """Take what rank 0 has reported. Returns the names whose values are not finite for the first time.
@@ -216,7 +223,7 @@ class Telemetry(Struct):
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
         self.history = ReportHistory()
         self.copies, self.whole, self.worlds, self.checkpoint = {}, None, {}, None
-        self.step_rate = StepRate()
+        self.step_rate, self.replicas = StepRate(), Replicas()
 
     def measure_speed(self, now: float, commit: int) -> None:
         """Rank 0 has made this commit."""
@@ -225,6 +232,7 @@ class Telemetry(Struct):
     def forget_worker(self, w: WorkerId) -> None:
         self.steps.pop(w, None)
         self.copies.pop(w, None)
+        self.replicas.differing.pop(w, None)
         self.worker_samples.pop(str(w), None)
         self.computed_at.pop(str(w), None)
         self.blocked.pop(str(w), None)

@@ -24,6 +24,12 @@ START_OPTIONS = (
     argument("--cooldown", type=float, nargs=2, metavar=("LOW", "HIGH"), help="seconds before a restart (5 300)"),
     argument("--silence", type=float, metavar="S", help="seconds after which an unresponsive worker is lost (10)"),
     argument("--stall", type=float, metavar="S", help="replace a worker that others wait for longer than S (never)"),
+    argument(
+        "--exclude-differing",
+        action="store_true",
+        default=None,
+        help="leave a host out whose training state changes to other values than the others'",
+    ),
     argument("--stop-timeout", type=float, metavar="S", help="seconds for a last checkpoint at a stop (60)"),
     several("--timeouts", metavar="NAMES", help="seconds for other waits, for example recover=30 form=120"),
     several("--nics", metavar="NAMES", help="network interfaces to use (default: found)"),

@@ -21,6 +21,7 @@ class Limits(Struct, frozen=True):
     healthy: float = 60.0  # after so long a life of a worker, earlier failures of its slot are cleared
     silence: float = 10.0  # without a message for so long, a host or worker is unresponsive
     stall: float | None = None  # a member that keeps the others waiting for so long is replaced; None: never
+    exclude_differing: bool = False  # leave the host of a rank out whose training state differs from the others'
     timeouts: Timeouts = Timeouts()
     backend: str = "auto"
     shares_gpus: bool = False  # with the back end nccl, several workers may use one GPU

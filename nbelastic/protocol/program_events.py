@@ -1,4 +1,6 @@
-"""Events of a program, in the past tense: it is replaced while it trains (see `core.swaps`), or waits at a breakpoint."""
+"""Events of a program, in the past tense: it is replaced while it trains (see `core.swaps`), waits at a breakpoint, or its
+ranks hold different values.
+"""
 
 # mypy: disable-error-code="misc"
 # (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
@@ -45,3 +47,15 @@ class BreakpointLeft(Event):
     """Worker → driver: the program goes on."""
 
     worker: WorkerId
+
+
+class ReplicaDiffered(Event):
+    """Driver → core: at this commit the worker has other values than most ranks. Once in each generation.
+
+    `were_equal`: earlier in this generation all ranks had the same values, after all of them had been compared.
+    """
+
+    worker: WorkerId
+    generation: int
+    commit: int
+    were_equal: bool

@@ -106,11 +106,28 @@ class Checkpoint(Struct, frozen=True, omit_defaults=True):
     size: Annotated[int, Meta(ge=0, lt=2**53)] = 0
 
 
+MOST_HASHES = 8  # commits in one report
+
+
+class ReplicaHashes(Struct, frozen=True):
+    """Hashes of what all ranks of `generation` hold alike, by commit. Each continues the one before it.
+
+    Ranks with the same `kind` (layout of the state, and hardware) compute the same ones. From the commit `whole_at` on, all of
+    the state was read at least once.
+    """
+
+    generation: int
+    kind: int
+    whole_at: int
+    by_commit: Annotated[dict[int, int], Meta(max_length=MOST_HASHES)]
+
+
 class WorkerProgress(Message):
     """Rank 0 → driver: the newest commit and the values that `state.report()` was given. Telemetry.
 
     A value of None is not a number, or infinite: JSON cannot represent those. `first`: milliseconds from the forming of the
     generation to its first commit, sent once per generation. `copies`: only with a `ShardedState`. `checkpoint`: only of jobs with checkpoints.
+    `replica`: of any rank, not with a `ShardedState`.
     """
 
     worker: WorkerId
@@ -120,6 +137,7 @@ class WorkerProgress(Message):
     first: float | None = None
     copies: Copies | None = None
     checkpoint: Checkpoint | None = None
+    replica: ReplicaHashes | None = None
 
 
 class ProgramResult(Message):
@@ -148,9 +166,7 @@ class SwapReport(Message):
 class FetchCall(Message):
     """Worker → driver: send the pickled call of `job`, or the values of cell `push-N`, from byte `offset` on.
 
-    The answer is a few `CallPiece`s.
-
-    `number`: as in `Program`.
+    The answer is a few `CallPiece`s. `number`: as in `Program`.
     """
 
     worker: WorkerId

@@ -20,6 +20,7 @@ from nbelastic.state.checks import check, frozen_value, only_numbers
 from nbelastic.state.commit_record import CommitRecord
 from nbelastic.state.contents import LARGE, Contents
 from nbelastic.state.optimizers import set_settings, settings
+from nbelastic.state.replica_hash import ReplicaHash
 from nbelastic.state.step_watch import StepWatch
 from nbelastic.state.tensor_snapshot import TensorSnapshot, hashes, versions
 from nbelastic.state.transfer import (
@@ -57,6 +58,7 @@ class State:
         self._tensors = TensorSnapshot(keep=True)
         self._buffers = TensorSnapshot(keep=True)
         self._steps = StepWatch(self._contents, self._tensors)
+        self._replica = ReplicaHash(self._contents)
         self._record: CommitRecord  # of the last commit
         self._skipped_reports: set[str] = set()  # names of reported values that were not numbers
         self.commits = 0
@@ -124,6 +126,7 @@ class State:
         if self._session is None:
             self._contents.committed(is_rank_0=True)
         else:
+            self._replica.add(self.commits)
             if self._session.checkpoints is not None:
                 self._session.checkpoints.committed(self)
             self._session.committed(self.commits)
@@ -253,6 +256,7 @@ class State:
                 self._transfer(channel, formation)
         if self.commits == self._began_at:  # how the program commits is not known yet
             self._record_all()
+        self._session.report_hashes(self._replica.begin(formation))
 
     def _transfer(self, channel: Channel, formation: Formation) -> None:
         """Send the state, or receive it. A receiver that holds a commit keeps it until the newer one is complete."""

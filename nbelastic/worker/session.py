@@ -253,6 +253,10 @@ class Session:
         """Call `source(now)` in the link thread for what each progress message has about copies; None: nothing."""
         self._protocol.telemetry.copies = source
 
+    def report_hashes(self, source: Callable[[], worker_messages.ReplicaHashes | None]) -> None:
+        """Call `source()` in the link thread for the hashes of commits that each progress message has."""
+        self._protocol.telemetry.replica = source
+
     def _report_checkpoint(self, now: float) -> worker_messages.Checkpoint | None:
         plan = self.checkpoints
         return plan.report(now) if plan is not None else None

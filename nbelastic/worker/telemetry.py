@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from nbelastic.protocol.worker_messages import Checkpoint, Copies
+from nbelastic.protocol.worker_messages import Checkpoint, Copies, ReplicaHashes
 
 REPORT_PERIOD = 0.25  # seconds between two reports of rank 0
 SLOW_REPORT_PERIOD = 1.0  # the same of the other ranks, of which a client sees only the commit
@@ -21,6 +21,7 @@ class Due(Struct, frozen=True):
     is_urgent: bool
     copies: Copies | None = None
     checkpoint: Checkpoint | None = None
+    replica: ReplicaHashes | None = None
 
 
 class Telemetry:
@@ -29,6 +30,7 @@ class Telemetry:
     def __init__(self) -> None:
         self.copies: Callable[[float], Copies] | None = None  # what to report about copies of commits, at a time
         self.checkpoint: Callable[[float], Checkpoint | None] = lambda _: None  # the same about the job's checkpoints
+        self.replica: Callable[[], ReplicaHashes | None] = lambda: None  # the newest hashes of commits
         self._values: dict[str, float] = {}
         self._not_finite: dict[str, None] = {}  # names with such a value since the last report
         self._diverged: frozenset[str] = frozenset()  # names with such a value in the last report
@@ -67,4 +69,4 @@ class Telemetry:
         period = REPORT_PERIOD if often else SLOW_REPORT_PERIOD
         self._sent, self._sent_copies, self._next, self._diverged = (generation, commits), known, now + period, wrong
         checkpoint = self.checkpoint(now) if often else None
-        return Due({**values, **dict.fromkeys(wrong)}, first, is_urgent, copies, checkpoint)
+        return Due({**values, **dict.fromkeys(wrong)}, first, is_urgent, copies, checkpoint, self.replica())

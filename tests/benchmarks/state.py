@@ -40,6 +40,18 @@ def every_tenth(rounds: int) -> Figures:
     return {"commit": commit, "memcpy": bare, "bandwidth, ratio": [b / c for b, c in zip(bare, commit, strict=True)]}
 
 
+def hashes(rounds: int) -> Figures:
+    """Measure commits with and without a hash of the replica, in turn, for states of 1, 10 and 100 MB."""
+    found: Figures = {}
+    for size in (1, 10, 100):
+        with nbe.Cluster("localhost:2", min=2) as cluster:
+            rank = cluster.run(state_programs.hashed_commits, size, rounds).result(timeout=300)[0]
+        with_hash, without = rank["hashed"][5:], rank["not hashed"][5:]  # the first ones plan what to read
+        cost = statistics.median(with_hash) - statistics.median(without)
+        found |= {f"{size} MB": with_hash, f"{size} MB, without": without, f"{size} MB, % of 100 ms": [cost]}
+    return found
+
+
 def gpu(rounds: int) -> Figures:
     """Measure the copy of 200 MB from a GPU, and a bare copy of the same bytes into pinned memory."""
     if not Path("/dev/nvidia0").exists():
@@ -117,6 +129,7 @@ def cases(part: int) -> recovery.Cases:
     return {
         "every step": lambda: every_step(max(6, 20 // part)),
         "every tenth": lambda: every_tenth(max(4, 12 // part)),
+        "hashes": lambda: hashes(max(20, 200 // part)),
         "gpu": lambda: gpu(max(6, 30 // part)),
         "words": lambda: words(10.0 / part),
         "sync": lambda: sync(max(4, 20 // part)),

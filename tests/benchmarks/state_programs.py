@@ -45,6 +45,32 @@ def commits(rounds: int, every: int) -> dict[str, Any]:
     return {**found, "MB": psutil.Process().memory_info().rss / 1e6}
 
 
+def hashed_commits(megabytes: int, rounds: int) -> dict[str, list[float]]:
+    """Time commits of a state of this size in ms, in turn with the hash of the replica and without it."""
+    import torch
+
+    width, layers = (204, 2) if megabytes == 1 else (600, 3) if megabytes == 10 else (1000, 9)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = nbe.TorchState(model=model, optimizer=optimizer)
+    found: dict[str, list[float]] = {"hashed": [], "not hashed": [], "MB": []}
+
+    @nbe.elastic
+    def train(state: Any) -> None:
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        add = state._replica.add
+        for number in range(2 * rounds):
+            state._replica.add = add if number % 2 else lambda _: None
+            optimizer.zero_grad()
+            ddp(torch.randn(32, width)).pow(2).mean().backward()
+            optimizer.step()
+            found["hashed" if number % 2 else "not hashed"].append(milliseconds(state.commit))
+        found["MB"].append(sum(tensor.nbytes for tensor in state._equal_tensors()) / 1e6)
+
+    train(state)
+    return found
+
+
 def gpu_commits(rounds: int) -> dict[str, list[float]]:
     """Commit every third step on one GPU; time the call, the arrival of the copy, and a bare copy."""
     import torch

@@ -87,6 +87,7 @@ class Training:
         made = sorted({line["step"] for line in lines})
         assert made == list(range(1, len(made) + 1)), "a step is missing"
         assert {where: found for where, found in sums.items() if len(found) > 1} == {}
+        assert not self.events("replica-differs") + self.events("replicas-differ"), "the ranks have differed"
         if results and isinstance(results[0], dict):
             assert len({result["sum"] for result in results}) == 1
             assert {result["step"] for result in results} == {made[-1]}

@@ -8,8 +8,8 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.worker_report import WorkerFacts
 
 
-def formation(rank, size, root=0, receivers=()):
-    return Formation(1, rank, size, rank, size, 0, 1, "127.0.0.1:1", root, receivers, (("a", size),))
+def formation(rank, size, root=0, receivers=(), generation=1):
+    return Formation(generation, rank, size, rank, size, 0, 1, "127.0.0.1:1", root, receivers, (("a", size),))
 
 
 @pytest.fixture
@@ -46,6 +46,9 @@ class FakeSession:
 
     def report(self, values):
         self.reported = values
+
+    def report_hashes(self, source):
+        self.hashes = source
 
     def check(self, where):
         self.checked.append(where)

@@ -38,7 +38,9 @@ def test_an_argument_of_a_cluster_that_is_of_a_wrong_type_is_named(name, value, 
 def test_every_argument_of_a_cluster_that_has_a_type_is_tried():
     """The other arguments have tests of their own, or may have any type."""
     known = nbe.Cluster.__init__.__kwdefaults__.keys()
-    assert known - NEEDED.keys() - OPTIONAL.keys() == {"discovery", "keep", "code_sync", "requirements", "chaos"}
+    assert known - NEEDED.keys() - OPTIONAL.keys() == {
+        *("discovery", "keep", "code_sync", "requirements", "chaos", "exclude_differing")
+    }
 
 
 @pytest.mark.parametrize("seconds", [None, [1], object()])

@@ -1,7 +1,7 @@
 /** The colour and the sign of a phase, a state, or a kind of event. */
 
 /** Kinds of events that are a loss or an error. A worker that is behind and a refused request are not failures. */
-export const FAILURE = /lost|failed|broken|killed|error|unreachable|host-refused|not-finite/;
+export const FAILURE = /lost|failed|broken|killed|error|unreachable|host-refused|not-finite|differ/;
 
 /** good, bad, busy or quiet: the four colours. A sign and a word always accompany the colour. */
 export function tone(/** @type {string} */ word) {

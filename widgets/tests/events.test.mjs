@@ -75,7 +75,7 @@ test("the phases of a change follow one another as they are sent; the preparatio
 test("a worker that is behind and a refused request are not failures; a loss is one, and is listed once", () => {
   const kind = (word) => categories(event(1, word, ""));
   assert.deepEqual(["worker-behind", "order-refused", "worker-ready"].map(kind), ["", "", ""]);
-  assert.deepEqual(["worker-lost", "host-unreachable", "not-finite"].map(kind), ["failure", "failure", "failure"]);
+  assert.deepEqual(["worker-lost", "not-finite", "replica-differs"].map(kind), ["failure", "failure", "failure"]);
   const text = "b/0#1 died (SIGKILL)";
   const events = [event(1, "worker-lost", text), event(2, "world-broken", text), event(3, "worker-lost", "c/0#1 died")];
   assert.deepEqual(

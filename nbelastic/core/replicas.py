@@ -1,0 +1,29 @@
+"""A rank whose training state differs from that of the other ranks, which must hold the same."""
+
+from __future__ import annotations
+
+from nbelastic.core import commands as cmd
+from nbelastic.core import losses
+from nbelastic.core.commands import Commands
+from nbelastic.core.state import ClusterState, rank_text
+from nbelastic.protocol.program_events import ReplicaDiffered
+
+CAUSES = "its memory or its device may be faulty, or the program changes the model on this rank only"
+
+
+def differed(cluster: ClusterState, event: ReplicaDiffered, now: float, out: Commands) -> ClusterState:
+    """Report the rank. With `Limits.exclude_differing` its host is left out if its values were right at first.
+
+    If all other members are on that host too, only the worker is replaced.
+    """
+    w, job = event.worker, cluster.active
+    if job is None or event.generation != cluster.generation or w not in cluster.member_set:
+        return cluster
+    text = f"{rank_text(cluster, w)} has other values than the other ranks since commit {event.commit}"
+    record = cmd.Record("replica-differs", f"{text}: {CAUSES}", host=w.host, worker=str(w), generation=event.generation)
+    out.append(record)
+    if not cluster.limits.exclude_differing or not event.were_equal or len(cluster.members) < 2:
+        return cluster
+    if any(member.host != w.host for member in cluster.members):
+        return losses.exclude_host(cluster, w.host, text, now, out, kind="host-lost")
+    return losses.replace_worker(cluster, w, f"{w} is replaced, as {text}", now, out)
