@@ -25,13 +25,15 @@ from nbelastic.state import optimizers
 from nbelastic.state.contents import Contents
 from nbelastic.worker.formation import Formation
 
-BUDGET = {"cpu": 3 << 19, "cuda": 64 << 20}  # bytes of a window, by device
-PIECE = 1 << 18  # bytes of a tensor that are read at once, at least one row
+BUDGET = {"cpu": 1 << 20, "cuda": 64 << 20}  # bytes of a window, by device
+PIECE = {"cpu": 240 << 10, "cuda": 15 << 19}  # bytes of a tensor that are read at once, at least one row
 OVERHEAD = {"cpu": 8 << 10, "cuda": 512 << 10}  # a piece costs as much time as reading so many bytes
 BLOCK = {"cpu": 1 << 10, "cuda": 8 << 10}  # words with one sum
 SUMMED_ALONE = 8  # blocks; a smaller piece is copied behind others, to be summed in one call
 SLOWER = 4  # times
+MOST_READINGS = 512  # windows whose views are kept
 MOST_PENDING = 64  # commits whose hash a GPU has not computed yet
+PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # a tensor of another class may not have bytes of its own
 MOST_KEPT = 4096  # commits whose hash was not sent yet
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -91,7 +93,7 @@ class Plan:
         known = self._read.get(number)
         if known is None or not known.holds():
             known = Reading.make(self.places, self.windows[number])
-            if known is not None and len(self.windows) <= MOST_PENDING:
+            if known is not None and len(self._read) < MOST_READINGS:
                 self._read[number] = known
         return known
 
@@ -251,7 +253,7 @@ def _places(contents: Contents) -> Iterator[Place]:
 
 def _place(find: Callable[[], Any], parameter: torch.Tensor) -> Iterator[Place]:
     tensor = find()
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return
     if tensor.device.type in BUDGET and tensor.numel() and not tensor.is_quantized and not tensor.is_conj():
         yield Place(find, tuple(tensor.shape), tensor.dtype, tensor.device.type, not parameter.is_contiguous())
@@ -259,12 +261,12 @@ def _place(find: Callable[[], Any], parameter: torch.Tensor) -> Iterator[Place]:
 
 def _pieces(number: int, place: Place) -> Iterator[tuple[Piece, int]]:
     """The pieces of a tensor, and the bytes of each."""
-    count = torch.Size(place.shape).numel()
+    count, most = torch.Size(place.shape).numel(), PIECE[place.device]
     rows = place.shape[0] if place.shape else 1
-    is_flat = not place.shape or count // rows * place.dtype.itemsize > PIECE
+    is_flat = not place.shape or count // rows * place.dtype.itemsize > most
     size = place.dtype.itemsize * (1 if is_flat else count // rows)
     total = count if is_flat else rows
-    step = max(1, PIECE // size)
+    step = max(1, most // size)
     for start in range(0, total, step):
         end = min(total, start + step)
         nbytes = (end - start) * size

@@ -9,9 +9,11 @@ from torch import nn
 from nbelastic import ObjectState, TorchState
 from nbelastic.protocol.worker_messages import MOST_HASHES
 from nbelastic.state import replica_hash
+from nbelastic.state.contents import Contents
 from nbelastic.state.replica_hash import thinned
 from tests.state.conftest import FakeSession, formation
 from tests.state.training import receive
+from tests.support.fake_cuda import FakeCuda, OnGpu
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,7 @@ def flip(tensor, draw):
 
 def in_windows(monkeypatch, count, make):
     """Shrink the budget until a state takes `count` windows."""
-    rank, budget = Rank(make), 3 << 19
+    rank, budget = Rank(make), 1 << 20
     rank.step()
     while True:
         monkeypatch.setitem(replica_hash.BUDGET, "cpu", budget)
@@ -82,7 +84,7 @@ def in_windows(monkeypatch, count, make):
 def test_a_flipped_bit_of_any_tensor_changes_the_hash_within_two_commits(monkeypatch, make):
     """In 100 of 100 trials, with a state of two windows; and the other rank's values never differ without that."""
     monkeypatch.setattr(replica_hash, "OVERHEAD", {"cpu": 0, "cuda": 0})
-    monkeypatch.setattr(replica_hash, "PIECE", 1 << 12)
+    monkeypatch.setattr(replica_hash, "PIECE", {"cpu": 1 << 12, "cuda": 1 << 12})
     assert in_windows(monkeypatch, 2, make) == 2
     draw, good, bad = random.Random(3), Rank(make), Rank(make)
     for trial in range(100):
@@ -214,3 +216,66 @@ def test_many_commits_are_thinned_out_alike(count):
     few, many = (thinned([(commit, 0) for commit in range(1000, 1000 + n)]) for n in (count, 4 * count))
     assert 0 < len(many) <= MOST_HASHES
     assert {commit for commit, _ in many if commit < 1000 + count} <= {commit for commit, _ in few}
+
+
+class FakeEvent:
+    """An event of a GPU that reaches it when the test sets `reached`."""
+
+    reached = False
+    waited = 0
+
+    def record(self):
+        pass
+
+    def query(self):
+        return FakeEvent.reached
+
+    def synchronize(self):
+        FakeEvent.waited += not FakeEvent.reached
+
+
+def test_nothing_waits_for_a_gpu(monkeypatch):
+    """The hash of a commit is found when the GPU has come so far. Then it is that of the values at that commit."""
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(replica_hash, "PLAIN", (torch.Tensor, nn.Parameter, OnGpu))
+    monkeypatch.setattr(FakeEvent, "waited", 0)
+    found = []
+    for late in (True, False):
+        contents = Contents()
+        contents.values = {"weight": nn.Parameter(torch.zeros(300_000).as_subclass(OnGpu))}
+        contents.survey()
+        (weight,) = contents.names
+        hashed = replica_hash.ReplicaHash(contents)
+        take = hashed.begin(formation(0, 3))
+        for commit in (1, 2, 3):
+            monkeypatch.setattr(FakeEvent, "reached", not late)
+            hashed.add(commit)
+            assert len(hashed._pending) == (commit if late else 1)
+            with torch.no_grad():
+                weight.as_subclass(torch.Tensor).add_(1)
+        monkeypatch.setattr(FakeEvent, "reached", True)
+        hashed.add(4)
+        found.append(take())
+    assert found[0] == found[1]
+    assert len(set(found[0].by_commit.values())) == 3
+    assert FakeEvent.waited == 0
+    assert "synchronize" not in cuda.calls
+
+
+def test_a_gpu_that_is_far_behind_is_waited_for(monkeypatch):
+    """At most 64 commits wait, so that pinned memory is bounded."""
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(replica_hash, "PLAIN", (torch.Tensor, nn.Parameter, OnGpu))
+    monkeypatch.setattr(FakeEvent, "waited", 0)
+    contents = Contents()
+    contents.values = {"weight": nn.Parameter(torch.zeros(30).as_subclass(OnGpu))}
+    contents.survey()
+    hashed = replica_hash.ReplicaHash(contents)
+    hashed.begin(formation(0, 3))
+    for commit in range(100):
+        hashed.add(commit)
+    assert (len(hashed._pending), FakeEvent.waited) == (64, 36)
