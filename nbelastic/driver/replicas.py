@@ -53,7 +53,10 @@ class Replicas:
         found = []
         for commit, value in hashes.by_commit.items():
             at_commit = self._hashes.setdefault(commit, {})
-            at_commit.setdefault((hashes.kind, value), []).append(worker)
+            alike = at_commit.setdefault((hashes.kind, value), [])
+            alike.append(worker)
+            if len(at_commit) == 1 and len(alike) < self._sizes[hashes.kind]:
+                continue  # the usual case, of which there are many in a large world
             if len(self._kinds) == size and not self._is_unclear and worker not in self.differing:
                 found += self._judge(commit, hashes.kind, is_whole=commit >= hashes.whole_at)
         while len(self._hashes) > MOST_COMMITS:

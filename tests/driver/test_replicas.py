@@ -152,3 +152,11 @@ def test_memory_is_bounded():
         ranks.report(A, [commit])
         ranks.report(B, [commit])
     assert len(ranks.replicas._hashes) <= 64
+
+
+def test_the_others_are_compared_after_a_rank_was_named():
+    """Their commits are complete without it, so no memory is kept for them."""
+    ranks = Ranks(A, B, C, D)
+    ranks.all_report([1], d=8)
+    ranks.all_report([2, 3], d=8)
+    assert not any(ranks.replicas._hashes.values())
