@@ -125,9 +125,9 @@ class ClusterView:
 
     @property
     def client(self) -> Any:
-        """ipyparallel's client. It knows all ready workers that the controller has met within 10 s.
+        """ipyparallel's client, created on first use. It knows the ready workers.
 
-        It is created on first use. ClusterStoppedError if the cluster does not run.
+        ClusterStoppedError if the cluster does not run.
         """
         return self._engines.connected()
 
