@@ -22,8 +22,10 @@ def differed(cluster: ClusterState, event: ReplicaDiffered, now: float, out: Com
     text = f"{rank_text(cluster, w)} has other values than the other ranks since commit {event.commit}"
     record = cmd.Record("replica-differs", f"{text}: {CAUSES}", host=w.host, worker=str(w), generation=event.generation)
     out.append(record)
-    if not cluster.limits.exclude_differing or not event.were_equal or len(cluster.members) < 2:
+    others = [m for m in cluster.members if m != w and cluster.workers[m].has_state]
+    wanted = cluster.limits.exclude_differing and event.were_equal
+    if not wanted or not others or job.succeeded or not cluster.has_world:
         return cluster
-    if any(member.host != w.host for member in cluster.members):
+    if any(member.host != w.host for member in others):
         return losses.exclude_host(cluster, w.host, text, now, out, kind="host-lost")
     return losses.replace_worker(cluster, w, f"{w} is replaced, as {text}", now, out)

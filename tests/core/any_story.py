@@ -51,6 +51,7 @@ class AnyStory(RuleBasedStateMachine):
             cooldown=cooldown,
             elastic_timeout=1000.0,
             stall=stall,
+            exclude_differing=True,
             timeouts=Timeouts(step=300.0, program=300.0, recover_working=120.0, sync=300.0),
         )
         self.story.addresses = dict(network)

@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from nbelastic.core import commands as cmd
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.program_events import ReplicaDiffered
 from tests.core.any_story import HOSTS, LONG_ENOUGH, AnyStory
 from tests.core.invariants import WORDS
 from tests.core.story import IN_TIME
@@ -96,6 +98,13 @@ class EveryStory(AnyStory):
     @rule(late=st.sampled_from([0, 0, 0, 1]), seconds=st.sampled_from([3.0, 30.0]))
     def stand_still(self, late, seconds):
         self.story.send(ev.StallDetected(self.story.cluster.generation - late, seconds))
+
+    @rule(late=st.sampled_from([0, 0, 1]), were_equal=st.booleans(), data=st.data())
+    def differ(self, late, were_equal, data):
+        w, mark = self._worker(data), self.story.mark()
+        self.story.send(ReplicaDiffered(w, self.story.cluster.generation - late, 3, were_equal))
+        if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
+            self.story._forget(w)
 
     @rule(late=st.sampled_from([0, 0, 1]))
     def go_on(self, late):
