@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import ClusterState
+from nbelastic.core.state import ClusterState, rank_text
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.cells import Cells
 from nbelastic.driver.clock import Clock
@@ -29,6 +30,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.rank_reports import OwnTime, ReplicaHashes
 from nbelastic.system import versions
 
 NOT_ALIKE = "does the program train without DistributedDataParallel, or change the model on some ranks only?"
@@ -254,6 +256,8 @@ class ReceivedMessages:
             telemetry.add_checkpoint(message.checkpoint, now)
         if message.replica is not None and message.replica.generation == cluster.generation:
             self._compare(message.worker, message.replica)
+        if message.own is not None and message.own.generation == cluster.generation:
+            self._compare_speed(message.worker, message.own, now)
         if is_rank_0:
             self._add_report(message.worker, message.commit, message.report)
             telemetry.measure_speed(now, message.commit)
@@ -267,7 +271,7 @@ class ReceivedMessages:
         self._publish_soon()
         self._snapshot_writer.save_telemetry(telemetry, now)
 
-    def _compare(self, w: WorkerId, hashes: worker_messages.ReplicaHashes) -> None:
+    def _compare(self, w: WorkerId, hashes: ReplicaHashes) -> None:
         """Compare the state of this rank with the others'. The core decides about a rank that differs."""
         cluster = self._cluster()
         if not cluster.has_world or w not in cluster.member_set:
@@ -280,6 +284,16 @@ class ReceivedMessages:
             for differing in found.workers:
                 event = pev.ReplicaDiffered(differing, cluster.generation, found.commit, found.were_equal)
                 self._post(event)
+
+    def _compare_speed(self, w: WorkerId, own: OwnTime, now: float) -> None:
+        """Compare how long this rank's steps take without waiting for others."""
+        cluster = self._cluster()
+        if not cluster.has_world or w not in cluster.member_set:
+            return
+        if text := self._telemetry.slow_ranks.add(w, cluster.members, own, now):
+            since = time.strftime("%H:%M", time.localtime(wall(self._telemetry.slow_ranks.since(w))))
+            text = f"{rank_text(cluster, w)} {text}, since {since}"
+            self._record(cmd.Record("rank-slow", text, host=w.host, worker=str(w), generation=cluster.generation))
 
     def _add_report(self, w: WorkerId, commit: int, values: Mapping[str, float | str | None]) -> None:
         """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""

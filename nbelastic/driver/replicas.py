@@ -10,7 +10,7 @@ from collections import Counter
 from msgspec import Struct
 
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.worker_messages import ReplicaHashes
+from nbelastic.protocol.rank_reports import ReplicaHashes
 
 MOST_VALUES = 8  # of one commit; with more of them before one is that of most ranks, none is named
 MOST_COMMITS = 64  # that wait for hashes of further ranks

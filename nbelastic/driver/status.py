@@ -106,7 +106,7 @@ def _breakpoint(worker: Worker) -> str:
 
 def _worker_reason(w: WorkerId, worker: Worker, telemetry: Telemetry) -> str:
     unresponsive = worker.unresponsive or telemetry.blocked_text(w)
-    texts = (_breakpoint(worker), worker.reason, unresponsive, telemetry.differs_text(w))
+    texts = (_breakpoint(worker), worker.reason, unresponsive, telemetry.differs_text(w), telemetry.slow_ranks.text(w))
     return "; ".join(text for text in texts if text)
 
 

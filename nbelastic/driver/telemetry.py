@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from nbelastic.driver.replicas import Replicas
+from nbelastic.driver.slow_ranks import SlowRanks
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.report_history import ReportHistory, ReportRows
@@ -121,6 +122,7 @@ class Telemetry(Struct):
     checkpoint: NewestCheckpoint | None = None  # of jobs with checkpoints
     worlds: dict[int, tuple[WorkerId, ...]] = {}  # by generation, the members of the last ones that had copies
     replicas: Replicas = msgspec.field(default_factory=Replicas)
+    slow_ranks: SlowRanks = msgspec.field(default_factory=SlowRanks)
     steps_per_second: float | None = None
     failed_at: float | None = None
     step_rate: StepRate = msgspec.field(default_factory=StepRate)
@@ -223,7 +225,7 @@ class Telemetry(Struct):
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
         self.history = ReportHistory()
         self.copies, self.whole, self.worlds, self.checkpoint = {}, None, {}, None
-        self.step_rate, self.replicas = StepRate(), Replicas()
+        self.step_rate, self.replicas, self.slow_ranks = StepRate(), Replicas(), SlowRanks()
 
     def measure_speed(self, now: float, commit: int) -> None:
         """Rank 0 has made this commit."""
@@ -233,6 +235,7 @@ class Telemetry(Struct):
         self.steps.pop(w, None)
         self.copies.pop(w, None)
         self.replicas.differing.pop(w, None)
+        self.slow_ranks.forget(w)
         self.worker_samples.pop(str(w), None)
         self.computed_at.pop(str(w), None)
         self.blocked.pop(str(w), None)

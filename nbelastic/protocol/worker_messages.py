@@ -13,6 +13,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.messages import Blob, Message, NewDriver, Rehome, WorkerOutput
+from nbelastic.protocol.rank_reports import OwnTime, ReplicaHashes
 
 
 class WorkerHello(Message):
@@ -106,28 +107,12 @@ class Checkpoint(Struct, frozen=True, omit_defaults=True):
     size: Annotated[int, Meta(ge=0, lt=2**53)] = 0
 
 
-MOST_HASHES = 8  # commits in one report
-
-
-class ReplicaHashes(Struct, frozen=True):
-    """Hashes of what all ranks of `generation` hold alike, by commit. Each continues the one before it.
-
-    Ranks with the same `kind` (layout of the state, and hardware) compute the same ones. From the commit `whole_at` on, all of
-    the state was read at least once.
-    """
-
-    generation: int
-    kind: int
-    whole_at: int
-    by_commit: Annotated[dict[int, int], Meta(max_length=MOST_HASHES)]
-
-
 class WorkerProgress(Message):
     """Rank 0 → driver: the newest commit and the values that `state.report()` was given. Telemetry.
 
     A value of None is not a number, or infinite: JSON cannot represent those. `first`: milliseconds from the forming of the
     generation to its first commit, sent once per generation. `copies`: only with a `ShardedState`. `checkpoint`: only of jobs with checkpoints.
-    `replica`: of any rank, not with a `ShardedState`.
+    `replica`: of any rank, not with a `ShardedState`. `own`: every few seconds, of any rank.
     """
 
     worker: WorkerId
@@ -138,6 +123,7 @@ class WorkerProgress(Message):
     copies: Copies | None = None
     checkpoint: Checkpoint | None = None
     replica: ReplicaHashes | None = None
+    own: OwnTime | None = None
 
 
 class ProgramResult(Message):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nbelastic.protocol.worker_messages import MOST_HASHES, ReplicaHashes
+from nbelastic.protocol.rank_reports import MOST_HASHES, ReplicaHashes
 from nbelastic.state import optimizers
 from nbelastic.state.contents import Contents
 from nbelastic.worker.formation import Formation

@@ -63,7 +63,7 @@ class MainThread:
 
     def _position_asleep(self) -> Position | None:
         """Its CPU time, while it sleeps."""
-        state, used = _read_stat(os.getpid())  # the main thread has the process's number
+        state, used = read_stat(os.getpid())  # the main thread has the process's number
         return (used,) if state == "S" else None
 
     def _position_with_gpu(self) -> Position | None:
@@ -82,11 +82,11 @@ def _autograd_times() -> list[int]:
     for task in sorted(os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):  # the thread has ended
             if Path(f"/proc/self/task/{task}/comm").read_text().startswith("pt_autograd"):
-                found.append(_read_stat(int(task))[1])
+                found.append(read_stat(int(task))[1])
     return found
 
 
-def _read_stat(task: int) -> tuple[str, int]:
+def read_stat(task: int) -> tuple[str, int]:
     """The state of a thread of this process, and the CPU time that it has used, in ticks."""
     try:
         fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()

@@ -31,6 +31,7 @@ from nbelastic.worker.hang_detector import HangResponse
 from nbelastic.worker.inbox import Inbox
 from nbelastic.worker.output_buffer import OutputBuffer
 from nbelastic.worker.process_group import world_collectives
+from nbelastic.worker.step_times import PERIOD, StepTimes
 from nbelastic.worker.telemetry import REPORT_PERIOD
 from nbelastic.worker.threads import run_in_thread
 from nbelastic.worker.user_stack import current_line, stack_dump
@@ -122,6 +123,7 @@ class LinkThread:
         self.result_value = b""  # of the newest program, for a driver that fetches it
         self.state_value = "", b""  # a packed training state and its key, for a driver that fetches it
         self.collectives_before = 0  # collectives of this generation that began before the training did
+        self._step_times = StepTimes()
         self._ticked_at = 0.0
         self._error_at = 0.0  # when to look for an error of a collective again
         self._resumed_at = 0.0  # when this process ran again after it was stopped: it has yet to read what was sent
@@ -244,7 +246,13 @@ class LinkThread:
             state = protocol.LinkState(link.disconnected, link.congested, received_at)
             actions = self._post(self._protocol.tick(now, state))
         self._carry_out(actions)
-        return self._abort(now)
+        delay = self._abort(now)
+        formation = self._protocol.formation
+        if formation is None or formation.world_size == 1 or self._groups.uses_gpu:
+            return delay
+        self._protocol.telemetry.own = self._step_times.take
+        self._step_times.sample()
+        return min(delay, PERIOD)
 
     def _abort(self, now: float) -> float:
         """Abort groups of generations that are over, again and again; returns the seconds until the next time."""

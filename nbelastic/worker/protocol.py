@@ -348,7 +348,7 @@ class Protocol:
         if link.disconnected:
             self.facts.unsent.add(self.total, due.values)
             return []
-        generation, about = self.generation or self.left, (due.first, due.copies, due.checkpoint, due.replica)
+        generation, about = self.generation or self.left, (due.first, due.copies, due.checkpoint, due.replica, due.own)
         progress = worker_messages.WorkerProgress(self.worker, generation, self.total, due.values, *about)
         # A generation's first progress and a program's last one must arrive.
         return [Send(progress, newest=due.first is None and self.facts.busy and not due.is_urgent)]

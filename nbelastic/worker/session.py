@@ -20,6 +20,7 @@ from nbelastic.errors import JobStoppedError, NoWorldError
 from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.rank_reports import ReplicaHashes
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import protocol
 from nbelastic.worker.accelerator import accelerator_for
@@ -253,7 +254,7 @@ class Session:
         """Call `source(now)` in the link thread for what each progress message has about copies; None: nothing."""
         self._protocol.telemetry.copies = source
 
-    def report_hashes(self, source: Callable[[], worker_messages.ReplicaHashes | None]) -> None:
+    def report_hashes(self, source: Callable[[], ReplicaHashes | None]) -> None:
         """Call `source()` in the link thread for the hashes of commits that each progress message has."""
         self._protocol.telemetry.replica = source
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from nbelastic.protocol.worker_messages import Checkpoint, Copies, ReplicaHashes
+from nbelastic.protocol.rank_reports import OwnTime, ReplicaHashes
+from nbelastic.protocol.worker_messages import Checkpoint, Copies
 
 REPORT_PERIOD = 0.25  # seconds between two reports of rank 0
 SLOW_REPORT_PERIOD = 1.0  # the same of the other ranks, of which a client sees only the commit
@@ -22,6 +23,7 @@ class Due(Struct, frozen=True):
     copies: Copies | None = None
     checkpoint: Checkpoint | None = None
     replica: ReplicaHashes | None = None
+    own: OwnTime | None = None
 
 
 class Telemetry:
@@ -31,6 +33,7 @@ class Telemetry:
         self.copies: Callable[[float], Copies] | None = None  # what to report about copies of commits, at a time
         self.checkpoint: Callable[[float], Checkpoint | None] = lambda _: None  # the same about the job's checkpoints
         self.replica: Callable[[], ReplicaHashes | None] = lambda: None  # the newest hashes of commits
+        self.own: Callable[[float, int, int], OwnTime | None] = lambda *_: None  # at a time, generation and commit
         self._values: dict[str, float] = {}
         self._not_finite: dict[str, None] = {}  # names with such a value since the last report
         self._diverged: frozenset[str] = frozenset()  # names with such a value in the last report
@@ -69,4 +72,12 @@ class Telemetry:
         period = REPORT_PERIOD if often else SLOW_REPORT_PERIOD
         self._sent, self._sent_copies, self._next, self._diverged = (generation, commits), known, now + period, wrong
         checkpoint = self.checkpoint(now) if often else None
-        return Due({**values, **dict.fromkeys(wrong)}, first, is_urgent, copies, checkpoint, self.replica())
+        return Due(
+            {**values, **dict.fromkeys(wrong)},
+            first,
+            is_urgent,
+            copies,
+            checkpoint,
+            self.replica(),
+            self.own(now, generation, commits),
+        )

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from functools import lru_cache
 from types import FrameType
 
 MAX_STACK = 64_000  # characters
@@ -33,7 +34,7 @@ def current_line() -> str:
     """The main thread's innermost line of user code, as `train.py:88 in load`; empty if it runs none."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     own = [frame for frame in _frames_of_program(main) if _is_user_code(frame)]
-    return _format_line(own[-1]) if own else ""
+    return format_line(own[-1]) if own else ""
 
 
 def stack_dump() -> str:
@@ -83,11 +84,17 @@ def _format_stack(frames: list[FrameType]) -> str:
 
 
 def _is_user_code(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+    return is_user_file(frame.f_code.co_filename)
+
+
+@lru_cache(4096)
+def is_user_file(file: str) -> bool:
+    """Whether this file belongs to no installed package."""
     return not file.startswith(_LIBRARIES) and re.match(_PACKAGES, file) is None
 
 
-def _format_line(frame: FrameType) -> str:
+def format_line(frame: FrameType) -> str:
+    """A line as `train.py:88 in load`."""
     code = frame.f_code
     name = os.path.basename(code.co_filename)
     if "ipykernel_" in code.co_filename or name.startswith("<ipython-input"):

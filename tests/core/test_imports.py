@@ -65,6 +65,7 @@ PURE = [
             "cell_messages",
             "code_messages",
             "node_messages",
+            "rank_reports",
             "worker_messages",
         )
     ),

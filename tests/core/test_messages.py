@@ -17,6 +17,7 @@ from nbelastic.protocol import (
     ids,
     messages,
     node_messages,
+    rank_reports,
     worker_messages,
 )
 from nbelastic.protocol import events as ev
@@ -86,7 +87,8 @@ FILL = {
     tuple[ids.Gpu, ...]: (ids.Gpu("GPU-1a", "NVML has reported Xid 79"), ids.Gpu("MIG-2")),
     code_messages.Code: code_messages.Code(("/home/me",), (code_messages.CodeFile(0, "a/b.py", "0" * 64, 9),)),
     code_messages.SomePieces: ((0, 0, 1 << 18),),
-    worker_messages.ReplicaHashes | None: worker_messages.ReplicaHashes(7, 1 << 31, 40, {41: 1 << 31, 42: 0}),
+    rank_reports.ReplicaHashes | None: rank_reports.ReplicaHashes(7, 1 << 31, 40, {41: 1 << 31, 42: 0}),
+    rank_reports.OwnTime | None: rank_reports.OwnTime(7, 100.5, 40.5, "train.py:88 in load"),
     worker_messages.Copies | None: worker_messages.Copies(9, 40, 0.5, 0.1, (2,), (3,), shared=True),
 }
 

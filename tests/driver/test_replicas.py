@@ -4,7 +4,7 @@ import pytest
 
 from nbelastic.driver.replicas import AllDiffer, Differs, Replicas
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.worker_messages import ReplicaHashes
+from nbelastic.protocol.rank_reports import ReplicaHashes
 
 A, B, C, D = (WorkerId(host, 0, 1) for host in "abcd")
 

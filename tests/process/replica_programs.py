@@ -68,3 +68,35 @@ def train_alone(folder: str) -> int:
         return state.commits
 
     return loop(state)
+
+
+def train_slowly(folder: str) -> int:
+    """Train; each batch of rank 1 takes 60 ms longer, until `folder/fast` exists."""
+    import torch
+
+    class Samples(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 8 * 100_000
+
+        def __getitem__(self, index: int) -> Any:
+            if index % 8 == 0 and nbe.rank() == 1 and not (Path(folder) / "fast").exists():
+                time.sleep(0.06)
+            return torch.ones(16)
+
+    model, optimizer = network()
+    state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @nbe.elastic
+    def loop(state: Any) -> int:
+        ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+        for batch in torch.utils.data.DataLoader(Samples(), batch_size=8):
+            if any_rank_finds(folder, "finish"):
+                break
+            optimizer.zero_grad()
+            ddp(batch).pow(2).mean().backward()
+            optimizer.step()
+            state.commit()
+            time.sleep(0.005)
+        return int(state.commits)
+
+    return loop(state)

@@ -1,9 +1,11 @@
-"""Ranks that do not hold the same values are found while they train."""
+"""Ranks that hold other values than the others, and slow ranks, are named while they train."""
 
 import re
 
+import pytest
+
 from tests.process import replica_programs
-from tests.process.training import Training
+from tests.process.training import Training, by_rank
 from tests.support.waiting import until
 
 HOSTS = "localhost:1,127.0.0.2:1,127.0.0.3:1"
@@ -45,3 +47,19 @@ def test_a_flipped_bit_names_the_rank_and_its_host_is_left_out(make, tmp_path):
     alone.job.result(timeout=30)
     assert len(alone.events("replicas-differ")) == 1
     assert not alone.events("replica-differs") + alone.events("world-broken")
+
+
+@pytest.mark.soak(seconds=20)
+def test_a_slow_rank_is_named_with_its_line(make, tmp_path):
+    """All ranks have equally long steps, as they wait for it. When it is fast again, the status no longer says so."""
+    cluster = make("localhost:3", min=3)
+    training = Training(cluster, tmp_path / "slow", replica_programs.train_slowly)
+    (event,) = until(lambda: training.events("rank-slow"), timeout=40, what="the slow rank to be named")
+    assert (event.worker, "its data loader" in event.text) == (by_rank(cluster)[1].id, True), event.text
+    assert "times as slow as the others" in event.text
+    assert "times as slow" in by_rank(cluster)[1].reason
+    (training.folder / "fast").touch()
+    until(lambda: not any(worker.reason for worker in cluster.workers), what="the rank to be fast again")
+    (training.folder / "finish").touch()
+    training.job.result(timeout=30)
+    assert len(training.events("rank-slow")) == 1

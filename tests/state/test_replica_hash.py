@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nbelastic import ObjectState, TorchState
-from nbelastic.protocol.worker_messages import MOST_HASHES
+from nbelastic.protocol.rank_reports import MOST_HASHES
 from nbelastic.state import replica_hash
 from nbelastic.state.contents import Contents
 from nbelastic.state.replica_hash import thinned

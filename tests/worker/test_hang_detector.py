@@ -113,7 +113,7 @@ def test_with_a_gpu_a_backward_pass_that_computes_is_no_hang():
 @pytest.mark.parametrize(("with_gpu", "patience"), [(False, HANG_TIMEOUT), (True, GPU_HANG_TIMEOUT)])
 def test_a_hang_is_reported_after_its_patience(with_gpu, patience, monkeypatch):
     """Without a GPU after a third of a second; with one an abort may take longer than that."""
-    monkeypatch.setattr(hang_detector, "_read_stat", lambda _: ("S", 0))
+    monkeypatch.setattr(hang_detector, "read_stat", lambda _: ("S", 0))
     monkeypatch.setattr(MainThread, "_is_in_collective", lambda _: True)
     monkeypatch.setattr(hang_detector, "_autograd_times", list)
     monkeypatch.setattr(
@@ -130,7 +130,7 @@ class Ended(Exception):
 @pytest.fixture
 def hung(monkeypatch):
     """Its main thread sleeps in a collective of an aborted generation; `sent` has its messages."""
-    monkeypatch.setattr(hang_detector, "_read_stat", lambda _: ("S", 0))
+    monkeypatch.setattr(hang_detector, "read_stat", lambda _: ("S", 0))
     monkeypatch.setattr(MainThread, "_is_in_collective", lambda _: True)
 
     def end():
@@ -208,7 +208,7 @@ def test_what_cannot_be_kept_is_lost(hung):
 
 def test_a_main_thread_that_has_moved_goes_on(hung, monkeypatch):
     """It woke up while the driver was asked: no answer ends it, and no state is kept."""
-    monkeypatch.setattr(hang_detector, "_read_stat", lambda _: ("R", 1))
+    monkeypatch.setattr(hang_detector, "read_stat", lambda _: ("R", 1))
     hung.answer(None, "job", time.monotonic())
     hung.answer(lambda: 5, "job", time.monotonic())
     assert not hung.is_keeping
