@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -94,7 +94,12 @@ class Client(ipp.Client):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        try:
+            super().__init__(*args, **options)
+        except BaseException:  # after Ctrl-C ipyparallel leaves its sockets open
+            self._context.unwatch()
+            super().close(linger=0)
+            raise
         self.metadata = Records(self._futures)
         self._open_connections: set[int] = set()  # numbers of connections
         self._has_connected = False  # to a controller
@@ -108,19 +113,19 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._registration_callbacks.append(lambda event: self._io_loop.add_callback(self._on_registration, event))
         self._io_loop.add_callback(self._start_watching)
 
-    def wait_for(self, engines: Collection[str], timeout: float) -> bool:
-        """Wait until these engines (uuids) are known. Returns whether they are, after `timeout` seconds at most."""
+    def wait_for(self, engines: Iterable[str], timeout: float) -> set[str]:
+        """Wait until these engines (uuids) are known, for `timeout` seconds at most. Returns those that are not."""
         end = time.monotonic() + timeout
         asked = time.monotonic()
-        while not set(engines) <= set(dict(self._engines).values()):
+        while unknown := set(engines) - set(dict(self._engines).values()):
             now = time.monotonic()
             if now > end:
-                return False
+                return unknown
             if now - asked > QUERY_INTERVAL:  # the controller does not repeat what it sent before this client connected
                 asked = now
                 self._io_loop.add_callback(self._query_engines)
             time.sleep(0.01)
-        return True
+        return set()
 
     def close(self, linger: int | None = None) -> None:
         if self._io_thread is None:

@@ -22,6 +22,7 @@ OPTIONS = (
     "--IPEngine.max_heartbeat_misses=0",
     "--IPEngine.enable_nanny=False",
     "--IPKernelApp.hide_initial_ns=False",  # `%who` shows what earlier programs and cells have defined
+    "--IPKernelApp.exec_PYTHONSTARTUP=False",  # it would set names that programs and cells have set before
     "--log-level=40",
 )
 
@@ -52,6 +53,7 @@ class Engine(IPEngine):  # type: ignore[misc]
 
     _heart: tuple[Any, ...] = ()  # the arguments with which its heartbeat is started
     registered: Callable[[str], object]  # called with the engine's id, in its event loop, when code can run in it
+    streams: asyncio.Lock  # held while streams and displays are replaced
 
     out_stream_factory = Stream
 
@@ -84,8 +86,9 @@ class Engine(IPEngine):  # type: ignore[misc]
             connect(socket, url, **options)
 
         shell = ZMQInteractiveShell.instance()  # the worker's, which the engine uses from here on
-        shell.display_pub = ZMQDisplayPublisher(shell=shell)
-        await super().complete_registration(msg, watched, *args)
+        async with self.streams:
+            shell.display_pub = ZMQDisplayPublisher(shell=shell)
+            await super().complete_registration(msg, watched, *args)
         shell.kernel = self.kernel
         self.registered(self.ident)
         threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
@@ -124,22 +127,33 @@ class Engine(IPEngine):  # type: ignore[misc]
 
     def exit(self, _: int = 0) -> NoReturn:
         """ipyparallel would end the worker here, and has logged why."""
-        raise RuntimeError("ipyparallel's engine cannot be started; its error is above")
+        raise RuntimeError("ipyparallel's engine cannot be started: the worker's log has the error")
+
+    def abort(self) -> NoReturn:
+        """As `exit`."""
+        self.exit()
 
 
-async def connect_engine(connection: str, profile: str, registered: Callable[[str], object]) -> None:
+async def connect_engine(
+    connection: str, profile: str, registered: Callable[[str], object], streams: asyncio.Lock
+) -> None:
     """Make this process an engine of the controller at `connection` (JSON), with the IPython that it has.
 
-    Returns after `registered(engine)` was called: code can run in the engine `engine`, in this event loop.
+    Returns after `registered(engine)` was called: code can run in the engine `engine`, in this event loop. It holds `streams`
+    while it replaces the standard streams and IPython's displays. After an error it can be called again.
     """
     zmq.Context.instance().setsockopt(
         zmq.IPV6, 1
     )  # for all sockets of the engine; ZeroMQ and ipyparallel leave IPv6 off
     engine_app.Heart = Heart
-    Engine.registered = staticmethod(registered)
+    Engine.registered, Engine.streams = staticmethod(registered), streams
     # Not by a variable, which processes of the user would inherit with its key.
     engine = Engine.instance(log_level=40, connection_info_env=connection)
-    path = sys.path[:]
-    engine.initialize([f"--profile-dir={profile}", *OPTIONS])
-    sys.path[:] = path
-    await engine.register()
+    try:
+        path = sys.path[:]
+        engine.initialize([f"--profile-dir={profile}", *OPTIONS])
+        sys.path[:] = path
+        await engine.register()
+    except BaseException:
+        Engine.clear_instance()  # else the next call would get this one, with its connection
+        raise
