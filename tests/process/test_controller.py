@@ -28,7 +28,7 @@ from nbelastic.system.processes import disown
 from tests.process import programs
 from tests.process.training import Training
 from tests.support.driver_lease import named, until_the_end
-from tests.support.processes import alive, controller_file
+from tests.support.processes import alive, controller_file, run_folder
 from tests.support.waiting import until, until_async
 
 HERE = Path(__file__).parent
@@ -179,6 +179,27 @@ def test_a_killed_heart_monitor_ends_the_controller(make):
     monitor.kill()
     wait_for_restart(cluster, 0)
     assert not alive(before)
+
+
+def test_px_prints_after_a_registration_during_a_cell(make, tmp_path):
+    """A newcomer becomes an engine while its setup cell awaits something. Afterwards it has the output of %px."""
+    go = tmp_path / "go"
+    source = f"import asyncio, os\nwhile not os.path.exists({str(go)!r}):\n    await asyncio.sleep(0.01)\n"
+    source += "for _ in range(50):\n    await asyncio.sleep(0.01)"  # the controller's answer arrives
+    go.touch()
+    cluster = make("localhost:1", min=1)
+    assert len(cluster.client.ids) == 1
+    cluster.execute(source, setup=True, timeout=20)
+    go.unlink()
+    cluster.add_host("localhost:2")
+    number = run_folder(cluster) / "ipython" / "log" / f"engines{cluster.name}.json"
+    until(lambda: number.read_text() == "2", what="the controller to answer the newcomer")  # the next engine's number
+    go.touch()
+    cluster.wait(2, timeout=20)
+    result = cluster.client[:].execute("print('here')\nfrom IPython.display import display\ndisplay(7)")
+    result.get(timeout=20)
+    until(lambda: result.stdout == ["here\n"] * 2 and all(result.outputs), what="the output of %px")
+    assert [shown[0]["data"]["text/plain"] for shown in result.outputs] == ["7"] * 2
 
 
 def run(script: str, *args: object) -> subprocess.Popen[str]:
