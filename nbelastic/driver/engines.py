@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.provisioning import MORE_FILES
+from nbelastic.core.state import ClusterState, WorkerState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.dependencies import Controller
 from nbelastic.driver.workers import Workers
@@ -19,7 +20,7 @@ from nbelastic.system import open_files
 from nbelastic.system.engine_ports import engine_ports
 from nbelastic.system.fault_handling import Report
 
-SILENT = "it has not answered; it may run a setup cell"  # why a worker is no engine, until it answers
+SILENT = "it has not answered"  # why a worker is no engine, until it answers
 
 
 class Engines:
@@ -94,41 +95,46 @@ class Engines:
             self._engines.pop(w, None)
             self._failures.pop(w, None)
 
-    def request(self, job: str) -> None:
+    def request(self, cluster: ClusterState) -> None:
         """A client has sent a request: start the controller, and let workers that have failed connect again. Errors as in `find`."""
-        self._refuse(job)
+        self._refuse(cluster.present_job)
         self.start()
         for w in [w for w, why in self._failures.items() if why != SILENT]:  # a silent one still has the first message
             del self._failures[w]
             self._connect(w)
 
-    def find(self, job: str) -> r.ControllerFound | None:
+    def find(self, cluster: ClusterState) -> r.ControllerFound | None:
         """How a client connects to the controller, and the engines; None while the controller starts or workers connect.
 
-        During a `job` main threads run its program, and a worker that is not an engine yet cannot become one. UsageError if none
-        is one. HostError if the controller cannot be started, if it may not open enough files, or if no worker can connect.
+        A worker that runs setup cells is not waited for, unless there is no other. During a job main threads run its program,
+        and a worker that is not an engine yet cannot become one. UsageError if none is one. HostError if the controller cannot
+        be started, if it may not open enough files, or if no worker can connect.
         """
-        self._refuse(job)
+        self._refuse(cluster.present_job)
         if self._why_not:
             raise HostError(f"ipyparallel's controller cannot be started: {self._why_not}")
         controller = self._controller
-        if controller is None or not controller.connection or not self._engines or (self._connecting() and not job):
+        waits = not cluster.present_job and self._connecting(cluster)
+        if controller is None or not controller.connection or waits:
             return None
         connected = {str(w): engine for w, engine in self._engines.items() if engine}
         failed = {str(w): why for w, why in self._failures.items()}
-        if not connected:
+        if connected:
+            return r.ControllerFound(controller.information("client"), connected, failed)
+        if failed:
             whys = "; ".join(f"{w}: {why}" for w, why in failed.items())
             raise HostError(f"no worker can connect to ipyparallel's controller: {whys}; the next request tries again.")
-        return r.ControllerFound(controller.information("client"), connected, failed)
+        return None
 
-    def stop_waiting(self) -> None:
+    def stop_waiting(self, cluster: ClusterState) -> None:
         """A request has waited long enough: wait no longer for workers that have not answered."""
         if self._controller is not None and self._controller.connection:
-            self._failures |= dict.fromkeys(self._connecting(), SILENT)
+            self._failures |= dict.fromkeys(self._connecting(cluster), SILENT)
             self._changed()
 
-    def _connecting(self) -> list[WorkerId]:
-        return [w for w, engine in self._engines.items() if not engine and w not in self._failures]
+    def _connecting(self, cluster: ClusterState) -> list[WorkerId]:
+        starting = {w for w, worker in cluster.workers.items() if worker.state is WorkerState.STARTING}
+        return [w for w in self._engines if not self._engines[w] and w not in self._failures and w not in starting]
 
     def _refuse(self, job: str) -> None:
         """UsageError if no worker can become an engine before the end of the job; HostError if there are too many workers."""

@@ -227,10 +227,10 @@ class RequestAnswers:
     def _find_controller(self, timeout: float, future: Future[Any]) -> None:
         def stop_waiting() -> None:
             if not future.done():
-                self._engines.stop_waiting()
+                self._engines.stop_waiting(self._cluster())
 
-        self._engines.request(self._cluster().present_job)
-        self._pending.resolve(future, lambda cluster: self._engines.find(cluster.present_job))
+        self._engines.request(self._cluster())
+        self._pending.resolve(future, self._engines.find)
         asyncio.get_running_loop().call_later(timeout, stop_waiting)
 
     def _status_at_size(self, cluster: ClusterState, size: int) -> Status | None:

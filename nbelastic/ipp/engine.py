@@ -52,6 +52,7 @@ class Engine(IPEngine):  # type: ignore[misc]
     """
 
     _heart: tuple[Any, ...] = ()  # the arguments with which its heartbeat is started
+    _repeating: asyncio.Future[None]  # sends its registration
     registered: Callable[[str], object]  # called with the engine's id, in its event loop, when code can run in it
     streams: asyncio.Lock  # held while streams and displays are replaced
 
@@ -59,11 +60,11 @@ class Engine(IPEngine):  # type: ignore[misc]
 
     async def register(self) -> None:
         """Send the registration until it is answered: a controller may end before it answers."""
-        repeating = asyncio.ensure_future(self._send_registrations())
+        self._repeating = asyncio.ensure_future(self._send_registrations())
         try:
             await super().register()
         finally:
-            repeating.cancel()
+            self._repeating.cancel()
 
     async def _send_registrations(self) -> None:
         while True:
@@ -76,6 +77,7 @@ class Engine(IPEngine):  # type: ignore[misc]
 
     async def complete_registration(self, msg: Any, connect: Callable[..., None], *args: Any) -> None:
         """The controller knows the engine: let it run code in the IPython of this process."""
+        self._repeating.cancel()  # a cell may delay the rest
         monitors: dict[zmq.Socket[bytes], str] = {}
         ports = {str(self.connection_info[name]) for name in ("mux", "iopub")}
 

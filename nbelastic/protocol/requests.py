@@ -292,7 +292,7 @@ class MakeConnectionFile(Request):
 
 
 class FindController(Request):
-    """Answer with a `ControllerFound` when ipyparallel's controller runs and each worker is an engine or has failed.
+    """Answer with a `ControllerFound` when ipyparallel's controller runs and each ready worker is an engine or has failed.
 
     After `timeout` seconds workers that have not answered count as failed.
     """

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
+from nbelastic.ipp import client as client_module
 from nbelastic.ipp import supervisor
 from nbelastic.ipp.client import ControllerLostError, connect
 from nbelastic.ipp.supervisor import Supervisor
@@ -330,6 +331,35 @@ def test_a_controller_shows_no_secret(keep):
     security = [path for path in files if path.parent.name == "security"]
     assert len(security) == 4
     assert {path.stat().st_mode & 0o777 for path in security} == {0o600}
+
+
+def test_ctrl_c_while_a_client_connects_leaves_nothing_open(monkeypatch, tmp_path):
+    """The user presses Ctrl-C while it waits for the controller's answer."""
+    sockets = []
+
+    class RecordingContext(client_module.Context):
+        def socket(self, *args: Any, **options: Any) -> Any:
+            sockets.append(super().socket(*args, **options))
+            return sockets[-1]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ipp.Client, "_connect", interrupted)
+    monkeypatch.setattr(client_module, "Context", RecordingContext)
+    names = ("control", "task", "mux", "iopub", "notification", "registration", "broadcast")
+    information = {
+        "interface": "tcp://127.0.0.1",
+        "location": None,
+        "ssh": "",
+        "task_scheme": "leastload",
+        "key": "key",
+    }
+    information |= {"pack": "json", "unpack": "json", "signature_scheme": "hmac-sha256"} | dict.fromkeys(names, 9)
+    with pytest.raises(KeyboardInterrupt):
+        connect(information, "nowhere", str(tmp_path))
+    assert sockets
+    assert all(socket.closed for socket in sockets)
 
 
 def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):
