@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -92,8 +94,18 @@ class Engine(IPEngine):  # type: ignore[misc]
             shell.display_pub = ZMQDisplayPublisher(shell=shell)
             await super().complete_registration(msg, watched, *args)
         shell.kernel = self.kernel
+        self.kernel.control_handlers["signal_request"] = self._take_signal
         self.registered(self.ident)
         threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
+
+    def _take_signal(self, stream: Any, ident: Any, request: dict[str, Any]) -> None:
+        """In the control thread: Ctrl-C in a client's `%px`. The client waits for the answer, which ipyparallel's nanny would give.
+
+        SIGINT raises KeyboardInterrupt in code that runs for a client; at other times workers ignore it.
+        """
+        number = request["content"]["sig"]
+        os.kill(os.getpid(), getattr(signal, number) if isinstance(number, str) else number)
+        self.session.send(stream, "signal_reply", {"status": "ok"}, request, ident)
 
     def start_heartbeat(self, *args: Any) -> None:
         """Later, in `_watch`: for the controller, an engine with heartbeats is one whose channels are connected."""

@@ -182,6 +182,19 @@ def test_a_killed_heart_monitor_ends_the_controller(make):
     assert not alive(before)
 
 
+@pytest.mark.parametrize("line", ["time.sleep(600)", "await asyncio.sleep(600)"])
+def test_ctrl_c_interrupts_px_on_the_workers(make, tmp_path, line):
+    """ipyparallel then sends SIGINT, and waits for the answer. The workers stay; while they run nothing they ignore it."""
+    cluster = make("localhost:1", min=1)
+    client, pids = cluster.client, [worker.pid for worker in cluster.workers]
+    running = tmp_path / "running"
+    client[:].execute(f"import asyncio, time\nopen({str(running)!r}, 'w').close()\n{line}")
+    until(running.exists, what="the code to run")
+    for _ in range(2):
+        client.send_signal("SIGINT", block=False).result(timeout=20)
+        assert client[:].apply_async(os.getpid).get(timeout=20) == pids
+
+
 def test_px_prints_after_a_registration_during_a_cell(make, tmp_path):
     """A newcomer becomes an engine while its setup cell awaits something. Afterwards it has the output of %px."""
     go = tmp_path / "go"
