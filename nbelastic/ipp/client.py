@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -113,19 +113,23 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._registration_callbacks.append(lambda event: self._io_loop.add_callback(self._on_registration, event))
         self._io_loop.add_callback(self._start_watching)
 
-    def wait_for(self, engines: Iterable[str], timeout: float) -> set[str]:
-        """Wait until these engines (uuids) are known, for `timeout` seconds at most. Returns those that are not."""
+    def wait_for(self, engines: Collection[str], timeout: float) -> set[str]:
+        """Wait until all connections are open and these engines (uuids) are known. Returns those that are not after `timeout` s.
+
+        Without a connection for output, the output of the first call would be lost.
+        """
         end = time.monotonic() + timeout
         asked = time.monotonic()
-        while unknown := set(engines) - set(dict(self._engines).values()):
+        while True:
+            unknown = set(engines) - set(dict(self._engines).values())
+            is_open = len(self._open_connections) == len(self._context.watched)
             now = time.monotonic()
-            if now > end:
-                return unknown
+            if (is_open and not unknown) or now > end:
+                return unknown if is_open else set(engines)
             if now - asked > QUERY_INTERVAL:  # the controller does not repeat what it sent before this client connected
                 asked = now
                 self._io_loop.add_callback(self._query_engines)
             time.sleep(0.01)
-        return set()
 
     def close(self, linger: int | None = None) -> None:
         if self._io_thread is None:
