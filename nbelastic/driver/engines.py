@@ -20,7 +20,7 @@ from nbelastic.system import open_files
 from nbelastic.system.engine_ports import engine_ports
 from nbelastic.system.fault_handling import Report
 
-SILENT = "it has not answered"  # why a worker is no engine, until it answers
+SILENT = "it has not answered"  # why a worker is not an engine, until it answers
 
 
 class Engines:

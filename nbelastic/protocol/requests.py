@@ -301,7 +301,7 @@ class FindController(Request):
 
 
 class ControllerFound(Struct, frozen=True):
-    """What an ipyparallel client needs to connect to the controller. By worker: the uuids of engines, why others are none."""
+    """What an ipyparallel client needs to connect to the controller. By worker: the uuids of engines, why others are not engines."""
 
     information: dict[str, Any]
     engines: dict[str, str]

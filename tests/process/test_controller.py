@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.ipp import client as client_module
 from nbelastic.ipp import supervisor
 from nbelastic.ipp.client import ControllerLostError, connect
 from nbelastic.ipp.supervisor import Supervisor
@@ -29,7 +28,7 @@ from nbelastic.system.processes import disown
 from tests.process import programs
 from tests.process.training import Training
 from tests.support.driver_lease import named, until_the_end
-from tests.support.processes import alive, controller_file, run_folder
+from tests.support.processes import alive, controller_file
 from tests.support.waiting import until, until_async
 
 HERE = Path(__file__).parent
@@ -182,40 +181,6 @@ def test_a_killed_heart_monitor_ends_the_controller(make):
     assert not alive(before)
 
 
-@pytest.mark.parametrize("line", ["time.sleep(600)", "await asyncio.sleep(600)"])
-def test_ctrl_c_interrupts_px_on_the_workers(make, tmp_path, line):
-    """ipyparallel then sends SIGINT, and waits for the answer. The workers stay; while they run nothing they ignore it."""
-    cluster = make("localhost:1", min=1)
-    client, pids = cluster.client, [worker.pid for worker in cluster.workers]
-    running = tmp_path / "running"
-    client[:].execute(f"import asyncio, time\nopen({str(running)!r}, 'w').close()\n{line}")
-    until(running.exists, what="the code to run")
-    for _ in range(2):
-        client.send_signal("SIGINT", block=False).result(timeout=20)
-        assert client[:].apply_async(os.getpid).get(timeout=20) == pids
-
-
-def test_px_prints_after_a_registration_during_a_cell(make, tmp_path):
-    """A newcomer becomes an engine while its setup cell awaits something. Afterwards it has the output of %px."""
-    go = tmp_path / "go"
-    source = f"import asyncio, os\nwhile not os.path.exists({str(go)!r}):\n    await asyncio.sleep(0.01)\n"
-    source += "for _ in range(50):\n    await asyncio.sleep(0.01)"  # the controller's answer arrives
-    go.touch()
-    cluster = make("localhost:1", min=1)
-    assert len(cluster.client.ids) == 1
-    cluster.execute(source, setup=True, timeout=20)
-    go.unlink()
-    cluster.add_host("localhost:2")
-    number = run_folder(cluster) / "ipython" / "log" / f"engines{cluster.name}.json"
-    until(lambda: number.read_text() == "2", what="the controller to answer the newcomer")  # the next engine's number
-    go.touch()
-    cluster.wait(2, timeout=20)
-    result = cluster.client[:].execute("print('here')\nfrom IPython.display import display\ndisplay(7)")
-    result.get(timeout=20)
-    until(lambda: result.stdout == ["here\n"] * 2 and all(result.outputs), what="the output of %px")
-    assert [shown[0]["data"]["text/plain"] for shown in result.outputs] == ["7"] * 2
-
-
 def run(script: str, *args: object) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / script), *map(str, args)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -344,35 +309,6 @@ def test_a_controller_shows_no_secret(keep):
     security = [path for path in files if path.parent.name == "security"]
     assert len(security) == 4
     assert {path.stat().st_mode & 0o777 for path in security} == {0o600}
-
-
-def test_ctrl_c_while_a_client_connects_leaves_nothing_open(monkeypatch, tmp_path):
-    """The user presses Ctrl-C while it waits for the controller's answer."""
-    sockets = []
-
-    class RecordingContext(client_module.Context):
-        def socket(self, *args: Any, **options: Any) -> Any:
-            sockets.append(super().socket(*args, **options))
-            return sockets[-1]
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ipp.Client, "_connect", interrupted)
-    monkeypatch.setattr(client_module, "Context", RecordingContext)
-    names = ("control", "task", "mux", "iopub", "notification", "registration", "broadcast")
-    information = {
-        "interface": "tcp://127.0.0.1",
-        "location": None,
-        "ssh": "",
-        "task_scheme": "leastload",
-        "key": "key",
-    }
-    information |= {"pack": "json", "unpack": "json", "signature_scheme": "hmac-sha256"} | dict.fromkeys(names, 9)
-    with pytest.raises(KeyboardInterrupt):
-        connect(information, "nowhere", str(tmp_path))
-    assert sockets
-    assert all(socket.closed for socket in sockets)
 
 
 def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):

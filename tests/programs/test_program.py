@@ -382,31 +382,3 @@ def test_a_long_result_without_space_is_an_error_in_words(session, monkeypatch, 
     assert long.error == (
         f"OSError: the result (0.1 MB) cannot be saved in {tmp_path}: No space left on device; free some space there"
     )
-
-
-def test_a_tunnel_that_does_not_answer_delays_no_cell(session, namespace, monkeypatch):
-    """A cell runs meanwhile. Then the driver gets the error, and the worker tries again when it is asked to."""
-    sent, stalled = [], threading.Event()
-
-    def engine_connection(*_):
-        stalled.wait()
-        raise TimeoutError("timed out")
-
-    async def story():
-        arrived = asyncio.Queue()
-        session.answer = arrived.put_nowait
-        session.runner = Runner(session, "", "")
-        serving = asyncio.create_task(session.runner.serve())
-        for message in (worker_messages.ConnectEngine("{}"), cell_messages.Cell(3, "1")):
-            session.runner.take(message)
-        sent.append(await arrived.get())
-        stalled.set()
-        sent.append(await arrived.get())
-        session.runner.take(worker_messages.ConnectEngine("{}"))
-        sent.append(await arrived.get())
-        serving.cancel()
-
-    monkeypatch.setattr(program, "engine_connection", engine_connection)
-    asyncio.run(asyncio.wait_for(story(), 20))
-    assert isinstance(sent[0], cell_messages.CellResult)
-    assert sent[1:] == [worker_messages.EngineConnected(W, "", "TimeoutError: timed out")] * 2
