@@ -94,9 +94,12 @@ class EventLogFile:
 
     def share(self, path: str, last: int | None = None) -> str:
         """Write a copy for others. Returns a text that says so."""
+        copy = Path(path).expanduser()
+        if copy.exists() and copy.samefile(self._path):
+            raise UsageError(f"--share {path}: that is the log itself. Name another file for the copy.")
         for _ in self.played(last):  # UsageError for a log that cannot be replayed
             pass
-        written = _write(Path(path).expanduser(), b"".join(self._shared(last)))
+        written = _write(copy, b"".join(self._shared(last)))
         return (
             f"{written} has been written. It has names and addresses of hosts, and times; texts of your program, cells, "
             "values and records are removed."

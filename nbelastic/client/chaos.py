@@ -16,14 +16,13 @@ from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.errors import ClusterStoppedError, UsageError, WaitTimeoutError
 from nbelastic.protocol.chaos import KINDS, FaultKind, pause_before
 from nbelastic.protocol.requests import RequestFault
-from nbelastic.protocol.status import EventRecord
+from nbelastic.protocol.status import JOB_ENDS, EventRecord
 from nbelastic.protocol.timeouts import DRIVER_START
 from nbelastic.system.argument_types import SECONDS, WHOLE, check_kind, check_optional
 
 CHECK_INTERVAL = 1.0  # seconds between two looks if no change is reported, and between two tries of a fault
 SETTLE = 60.0  # seconds in which the last faults may be recovered from
 LATE = 5.0  # seconds without a step after which a line says so
-JOB_ENDS = ("job-succeeded", "job-failed", "job-stopped")
 
 
 class Plan(Struct, frozen=True):
@@ -189,8 +188,11 @@ class Chaos:
     def _collect(self) -> None:
         """Take new records, and show the outcomes that they have."""
         events = self._events()
-        known = next((i for i in range(len(events) - 1, -1, -1) if events[i] == self._newest), -1)
+        newest = self._newest
+        known = next((i for i in range(len(events) - 1, -1, -1) if events[i] == newest), -1)
         new = events[known + 1 :]
+        if known < 0 and newest is not None:  # another driver has read a log without it: the disk was full
+            new = [each for each in events if each.time > newest.time]
         self._newest = events[-1] if events else None
         self._records += new
         self._steps_known = self._steps_known or any(each.kind == "training" for each in new)

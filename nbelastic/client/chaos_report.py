@@ -21,7 +21,8 @@ class FaultOutcome:
     """An injected fault. `time`: seconds since 1970. `worker`: empty for a whole host.
 
     `survived`: None if that is not known. `recovery`: seconds to the next step, `steps_lost`: steps made again; None if no
-    step was made after it. `why`: it was not survived, or why that is not known.
+    step was made after it. `steps_lost` is also None if the driver did not know it, as it was replaced just then.
+    `why`: it was not survived, or why that is not known.
     """
 
     time: float
@@ -54,8 +55,9 @@ class ChaosReport:
     """What `Cluster.chaos` has found. Times in seconds; `begun`: since 1970.
 
     `goodput`: the share of `seconds` in which steps were made, between 0 and 1, and `longest_without_step` without a step. Both,
-    and `steps_lost`, are None if the program makes no commits that the driver knows of. `withheld`: how many faults were not
-    injected, and `withheld_because` of the last one. `ended`: why no more faults are injected.
+    and `steps_lost`, are None if the program makes no commits that the driver knows of; `steps_lost` also if one fault's are not
+    known. `withheld`: how many faults were not injected, and `withheld_because` of the last one. `ended`: why no more faults
+    are injected.
     """
 
     cluster: str
@@ -94,8 +96,9 @@ class ChaosReport:
         if self.goodput is None:
             figures = "goodput, times without a step and lost steps are not known: the program makes no commits"
         else:
-            still, lost = seconds_text(self.longest_without_step or 0.0), self.steps_lost
-            figures = f"goodput {self.goodput:.2%} · longest time without a step {still} · {lost} steps lost"
+            still = seconds_text(self.longest_without_step or 0.0)
+            lost = "lost steps are not known" if self.steps_lost is None else f"{self.steps_lost} steps lost"
+            figures = f"goodput {self.goodput:.2%} · longest time without a step {still} · {lost}"
         times = "once" if self.withheld == 1 else f"{self.withheld} times"
         withheld = [f"withheld {times}: {self.withheld_because}"] if self.withheld else []
         others = [str(fault) for fault in self.faults if fault.survived is None or fault in self.not_survived]
@@ -159,7 +162,7 @@ def report(
         faults,
         1 - sum(last - first for first, last in still) / seconds if steps_known else None,
         max((last - first for first, last in still), default=0.0) if steps_known else None,
-        sum(fault.steps_lost or 0 for fault in faults) if steps_known else None,
+        _steps_lost(faults) if steps_known else None,
         withheld,
         withheld_because,
         ended,
@@ -171,6 +174,12 @@ def seconds_text(seconds: float) -> str:
     if seconds >= 120:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _steps_lost(faults: Iterable[FaultOutcome]) -> int | None:
+    """The sum; None if that of a fault after which a step was made is not known."""
+    lost = [fault.steps_lost for fault in faults if fault.recovery is not None]
+    return None if None in lost else sum(each or 0 for each in lost)
 
 
 def _kind(record: EventRecord) -> FaultKind | None:
@@ -205,7 +214,7 @@ def _rows(faults: Iterable[FaultOutcome]) -> Iterable[tuple[str, ...]]:
     for kind, same in groupby(sorted(faults, key=lambda fault: KINDS.index(fault.kind)), key=lambda fault: fault.kind):
         each = list(same)
         times = [fault.recovery for fault in each if fault.recovery is not None]
-        lost = sum(fault.steps_lost or 0 for fault in each)
+        lost = _steps_lost(each)
         middle, most = (seconds_text(median(times)), seconds_text(max(times))) if times else ("–", "–")
         survived = sum(fault.survived is True for fault in each)
-        yield kind, str(len(each)), str(survived), middle, most, str(lost) if times else "–"
+        yield kind, str(len(each)), str(survived), middle, most, str(lost) if times and lost is not None else "–"

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nbelastic.protocol.status import EventRecord
-
-ENDS = ("job-succeeded", "job-failed", "job-stopped")
+from nbelastic.protocol.status import JOB_ENDS, EventRecord
 
 
 class JobSummary(Struct, frozen=True):
@@ -71,6 +69,6 @@ def _after(known: JobSummary, event: EventRecord) -> JobSummary:
             return replace(known, paused_since=known.paused_since or event.time)
         case "resumed" if known.paused_since:
             return replace(known, paused=known.paused + event.time - known.paused_since, paused_since=0.0)
-        case kind if kind in ENDS and not known.ended:
+        case kind if kind in JOB_ENDS and not known.ended:
             return replace(known, ended=event.time)
     return known

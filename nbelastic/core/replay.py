@@ -33,6 +33,7 @@ REMOVED = "removed"
 # Fields with text of the user's program, or about the user.
 PRIVATE = ("error", "reason", "text", "place", "traceback", "target", "stop_reason", "problem", "user")
 EMPTIED = ("packages",)
+DIGESTED = ("key", "changed")  # names of variables; the core only compares them
 # Events of the core to a script, which `step` makes itself.
 _TO_SCRIPTS = (
     *(script_events.HostsChanged, script_events.ScriptStopped),
@@ -196,6 +197,12 @@ def _without_texts(found: Any) -> Any:
 def _without_text(name: str, value: Any) -> Any:
     if name in PRIVATE and isinstance(value, str):
         return value and REMOVED  # whether there is one matters
+    if name in DIGESTED and isinstance(value, str):
+        return value and _digest(value)
+    if name == "by" and isinstance(value, str):
+        return value.partition(" (")[0]  # without the notebook's or terminal's name
+    if name == "pushed" and isinstance(value, dict):
+        return {**value, "names": [_digest(each) for each in value["names"]]}
     if name in EMPTIED and value:
         return [] if isinstance(value, list | tuple) else {}
     return _without_texts(value)
@@ -221,5 +228,5 @@ def _without_values(pushed: Pushed | None) -> Pushed | None:
 
 
 def _digest(source: str) -> str:
-    """In place of a cell's source: the core only compares sources."""
+    """In place of a cell's source or a name: the core only compares them."""
     return f"sha256 {hashlib.sha256(source.encode(errors='replace')).hexdigest()[:16]}"

@@ -52,7 +52,10 @@ class Decisions:
         self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._can_decide_now = False
         self._deadline_timer: asyncio.TimerHandle | None = None
-        event_log.note(Started(versions.nbelastic_version(), limits), clock.now())
+
+    def begin(self) -> None:
+        """Note in the event log that the cluster's first driver begins."""
+        self._event_log.note(Started(versions.nbelastic_version(), self.cluster.limits), self._clock.now())
 
     def post(self, event: ev.Event) -> None:
         """Put an event into the inbox."""

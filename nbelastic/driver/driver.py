@@ -155,6 +155,7 @@ class Driver:
                 await reports.wait(self._components.agents.has_agent)
                 self._take_over(previous, reports)
             else:
+                self._decisions.begin()
                 self._start_saving()
             self._snapshot_writer.save()
             self._publish()

@@ -27,12 +27,8 @@ class DashboardFeed:
         self._cluster, self._by = cluster, by
         self._view_state = DashboardState()
         self._key_frame_requested = False  # by a view that has none
+        self.newest: tuple[Json, Json]  # the last key frame, and the change since then
         self.update(cluster.status())
-
-    @property
-    def newest(self) -> tuple[Json, Json]:
-        """The last key frame, and the change since then."""
-        return self._view_state.state, self._view_state.change
 
     def update(self, status: Status) -> bool:
         """Take in the newest status. Return whether there is something new for the views."""
@@ -40,7 +36,9 @@ class DashboardFeed:
         if self._key_frame_requested:
             self._key_frame_requested = False
             self._view_state.send_key_frame()
-        return self._view_state.update(status, *self._cluster.numbered_events(), self._cluster.driver)
+        is_new = self._view_state.update(status, *self._cluster.numbered_events(), self._cluster.driver)
+        self.newest = self._view_state.state, self._view_state.change
+        return is_new
 
     def handle(self, content: Any, send: Callable[[Json], object]) -> None:
         """Handle a message of a view: a request of the user, or a query, whose answer goes to `send`.

@@ -46,6 +46,7 @@ class OutputBuffer:
         self.line_count = 0  # all lines so far
         self.changes = 0  # changes of unfinished lines so far
         self._kept = 0  # lines in memory
+        self._share = TAIL  # of them, the most per worker
         self._unfinished: dict[tuple[WorkerId, str], _Unfinished] = {}  # by stream
 
     def add(self, worker: WorkerId, line: Line) -> None:
@@ -65,15 +66,16 @@ class OutputBuffer:
     def _lines_of(self, worker: WorkerId) -> deque[Line]:
         if worker not in self.lines:
             self.lines[worker] = deque()
-            for lines in self.lines.values():
+            share = self._share
+            self._share = max(LEAST, min(TAIL, MOST // len(self.lines)))
+            for lines in self.lines.values() if self._share < share else ():  # not for each of a thousand workers
                 self._trim(lines)
         self.lines.move_to_end(worker)
         return self.lines[worker]
 
     def _trim(self, lines: deque[Line]) -> None:
         """Drop the oldest lines of a worker beyond its share."""
-        share = max(LEAST, min(TAIL, MOST // len(self.lines)))
-        while len(lines) > share:
+        while len(lines) > self._share:
             lines.popleft()
             self._kept -= 1
 

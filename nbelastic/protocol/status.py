@@ -167,6 +167,9 @@ class EventRecord:
     lost: int | None = None
 
 
+JOB_ENDS = ("job-succeeded", "job-failed", "job-stopped")  # kinds of records
+
+
 class WorkerStack(Struct, frozen=True):
     """A worker's stack. `place`: the innermost frame in the user's code, as `train.py:88 in load`.
 

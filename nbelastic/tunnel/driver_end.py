@@ -61,7 +61,7 @@ class _DriverEnd:
         if self._end_by is None or self._exit is not None:
             self._wait_for_ssh()
         # else the host has not answered: ssh sends it the end once the network allows that, or gives up after a minute
-        if self._driver_lease.owner_has_ended:  # other processes of the cluster on this machine may be dead
+        if self._lease.has_expired(time.monotonic()):  # other processes of the cluster on this machine may be dead
             from nbelastic.protocol.local_clusters import remove_without_driver  # only needed here
 
             remove_without_driver(self._driver_lease)

@@ -164,10 +164,9 @@ async def _run(fd: int, server: int, ports: str, workers: int, driver_lease: Dri
     accepting = loop.create_task(_Proxy(server, Path(ports), workers).accept(listener))
     await loop.run_in_executor(None, wait_for_lease_expiry, driver_lease)
     accepting.cancel()
-    if driver_lease.owner_has_ended:  # other processes of the cluster on this machine may be dead
-        from nbelastic.protocol.local_clusters import remove_without_driver  # only needed here
+    from nbelastic.protocol.local_clusters import remove_without_driver  # only needed here
 
-        remove_without_driver(driver_lease)
+    remove_without_driver(driver_lease)  # other processes of the cluster on this machine may be dead
 
 
 def main() -> None:

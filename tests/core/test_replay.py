@@ -119,6 +119,22 @@ def test_a_shared_line_has_no_text_of_the_program():
     assert replay.shared({"at": 1.0, "record": {"kind": "job-failed", "text": "xyzzy"}}) is None
 
 
+def test_a_shared_line_has_no_names_of_the_user():
+    """Neither of a notebook nor of variables. Equal names stay equal: a pushed value replaces that of its name."""
+    first, second = (
+        replay.parse(encode(replay.shared(replay.line_of(1.0, ev.SetupSubmitted(f"push:{a}", "", 1, pushed)))))
+        for a, pushed in (
+            ("xyzzy", Pushed(("xyzzy",), Blob(1, b"1"))),
+            ("xyzzy,b", Pushed(("b", "xyzzy"), Blob(1, b"1"))),
+        )
+    )
+    assert "xyzzy" not in str((first, second))
+    assert first.event.key != second.event.key
+    assert first.event.pushed.names[0] in second.event.pushed.names
+    added = replay.shared(replay.line_of(1.0, ev.HostRemoved("a", by="you (xyzzy.ipynb)")))
+    assert replay.parse(encode(added)).event.by == "you"
+
+
 def test_a_step_that_raises_ends_the_replay(monkeypatch):
     """The bug itself is the last step of the replay."""
     story = Recorder("a:1")

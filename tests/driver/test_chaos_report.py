@@ -48,6 +48,14 @@ def test_two_faults_may_share_a_recovery():
     assert round(found.longest_without_step, 6) == 2.0
 
 
+def test_unknown_lost_steps_are_not_zero():
+    """A driver that was replaced meanwhile does not know what was lost."""
+    found = report_on(fault(10), step(12, 2, lost=2), fault(20, "host"), step(21, 3, lost=None))
+    assert found.steps_lost is None
+    assert "lost steps are not known" in repr(found)
+    assert [row.split()[-1] for row in repr(found).splitlines() if row.startswith(("kill", "host"))] == ["2", "–"]
+
+
 def test_a_job_that_fails_has_not_survived():
     """The reason is that of the job's end."""
     found = report_on(fault(10), step(11, 2), fault(20, "host", generation=2), ended(30, "job-failed"), seconds=30.0)

@@ -73,6 +73,10 @@ def test_a_copy_for_others_has_no_text_of_the_program(log, tmp_path, capsys):
     assert copy.stat().st_mode & 0o077 == 0
     assert main(["replay", str(copy)]) == 0
     assert "→ StartWorker worker=a/0#2" in capsys.readouterr().out
+    kept = log.read_text()
+    assert main(["replay", str(log), "--share", str(log)]) == 1
+    assert "that is the log itself" in capsys.readouterr().err
+    assert log.read_text() == kept
 
 
 def test_a_test_is_written_that_replays_the_log(log, tmp_path):

@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import get_args, get_type_hints
 
+import comm
 import msgspec
 import pytest
 from fake_cluster import FakeCluster, merge
@@ -27,7 +28,9 @@ def cluster():
 
 
 @pytest.fixture
-def dashboard(cluster):
+def dashboard(cluster, monkeypatch):
+    """It is connected to a view: what ipykernel provides, once it is imported, sends nothing outside a kernel."""
+    monkeypatch.setattr(comm, "create_comm", comm.DummyComm)
     dashboard = Dashboard(cluster)
     yield dashboard
     dashboard.close()
@@ -306,13 +309,13 @@ def test_a_closed_dashboard_has_no_subscription(cluster, dashboard):
 
 def test_clicks_are_answered_while_a_cell_runs(dashboard):
     """ipykernel 7.4 would pass a click to the shell that sent last. It must not, also after the comm was opened again."""
-    for comm in (BaseComm(target_name="jupyter.widget"), BaseComm(target_name="jupyter.widget")):
-        if not hasattr(comm, "_reply_subshell_for"):
+    for opened in (BaseComm(target_name="jupyter.widget"), BaseComm(target_name="jupyter.widget")):
+        if not hasattr(opened, "_reply_subshell_for"):
             pytest.skip("this ipykernel routes messages as they come")
-        comm._reply_subshell_id = None  # what an update sent from the main shell leaves
-        assert comm._reply_subshell_for({"method": "custom"}, "theirs") is None
-        dashboard.comm = comm
-        assert comm._reply_subshell_for({"method": "custom"}, "theirs") == "theirs"
+        opened._reply_subshell_id = None  # what an update sent from the main shell leaves
+        assert opened._reply_subshell_for({"method": "custom"}, "theirs") is None
+        dashboard.comm = opened
+        assert opened._reply_subshell_for({"method": "custom"}, "theirs") == "theirs"
 
 
 def test_a_kernel_without_subshells_is_not_changed(dashboard):

@@ -269,6 +269,37 @@ def test_it_ends_with_the_kernel_that_owns_it(tmp_path):
                 assert is_closed(connection)
 
 
+OPENER_OF_A_KEPT_CLUSTER = """\
+import sys, time
+from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.provision.tcp_proxy import TcpProxy
+from nbelastic.system.driver_lease import DriverLease
+folder = RunFolder("kept")
+folder.acquire()
+folder.write_number("7")
+folder.make()
+proxy = TcpProxy("127.0.0.1", 1, folder.path / "ports", DriverLease(str(folder.lock), 0.5, "", "7"))
+proxy.start()
+print(proxy._child.pid, folder.path, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_last_process_of_a_kept_cluster_removes_its_files(tmp_path):
+    """All hosts are other machines, the driver is dead and no other has come within the lease."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENER_OF_A_KEPT_CLUSTER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as opener:
+        pid, folder = opener.stdout.readline().split()
+        assert {*os.listdir(Path(folder).parent)} == {"kept", "kept.lock"}
+        opener.send_signal(signal.SIGKILL)
+    until(lambda: not alive(int(pid)), what="the proxy to end")
+    assert os.listdir(Path(folder).parent) == []
+
+
 def restart_and_connect(proxies, proxy_address):
     """Restart as the driver does regularly: a killed process may not have ended yet, and its port may be in use."""
     proxies.restart_dead()
