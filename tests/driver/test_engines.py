@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +14,7 @@ from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.requests import FindController
 from nbelastic.system import open_files
-from tests.driver.fakes import DriverWithFakes, run_story
+from tests.driver.fakes import TURNS, DriverWithFakes, run_story
 
 
 async def found(fakes: DriverWithFakes) -> Future[Any]:
@@ -112,6 +113,25 @@ def test_no_request_gets_the_error_of_an_earlier_one(tmp_path):
             assert (fakes.controllers, fakes.controller_stopped) == (1, True)
             fakes.no_controller = ""
             assert len((await found(fakes)).result().engines) == 1
+
+    run_story(story)
+
+
+def test_a_request_while_a_failed_controller_ends_starts_no_second_one(tmp_path):
+    """Both requests get the error when the first controller has ended."""
+
+    async def story():
+        async with DriverWithFakes(tmp_path, "a:1") as fakes:
+            await fakes.advance_time(1.0)
+            fakes.no_controller = "no port is free"
+            first = fakes.driver.request(FindController(30.0))
+            for _ in range(TURNS):
+                if not fakes.controllers:
+                    await asyncio.sleep(0)
+            assert not fakes.controller_stopped
+            second = await found(fakes)
+            assert all("no port is free" in str(future.exception()) for future in (first, second))
+            assert fakes.controllers == 1
 
     run_story(story)
 
