@@ -16,7 +16,8 @@ LINE_MAGICS = ("px", "autopx", "pxconfig", "pxresult")
 def register_px(shell: Any, connect: Callable[[], Any], present_job: Callable[[], str]) -> None:
     """Have `%px`, `%%px` and their like run on the engines of `connect()`, ipyparallel's client. Each use calls it.
 
-    So each knows newcomers, and raises ClusterStoppedError if the cluster does not run. They raise UsageError while `present_job()` names a job, as they would wait for its end: the engines run its program.
+    So each knows newcomers, and raises ClusterStoppedError if the cluster does not run. They raise UsageError while
+    `present_job()` names a job, as they would wait for its end: the engines run its program.
     """
 
     def register(run: Callable[..., Any], kind: str, name: str) -> None:
