@@ -125,9 +125,10 @@ class ClusterView:
 
     @property
     def client(self) -> Any:
-        """ipyparallel's client, created on first use. It knows the ready workers.
+        """ipyparallel's client, created on first use. It knows all ready workers; one that cannot become an engine is printed.
 
-        ClusterStoppedError if the cluster does not run.
+        ClusterStoppedError if the cluster does not run; HostError if no controller starts or no worker can connect to it;
+        WaitTimeoutError after 30 s, and 0.1 s per worker; UsageError during a job, if no worker is an engine yet.
         """
         return self._engines.connected()
 

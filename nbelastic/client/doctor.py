@@ -203,7 +203,11 @@ def _judge_host(facts: HostFacts, here: HostFacts | None) -> list[tuple[Literal[
         found.append(("wrong", "its torch is built without CUDA, so its GPUs stay unused: install a build with CUDA."))
     if facts.open_files < FEW_FILES:
         most = open_files.most_workers(facts.open_files, 0)
-        found.append(("warning", f"{facts.open_files} open files are enough for {most} workers: raise `ulimit -Hn`."))
+        engines = open_files.most_engines(facts.open_files)
+        text = (
+            f"{facts.open_files} open files are enough for {most} workers, with %px for {engines}: raise `ulimit -Hn`."
+        )
+        found.append(("warning", text))
     return found
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from nbelastic.client.driver_link import DriverLink
+from nbelastic.errors import WaitTimeoutError
 from nbelastic.protocol import requests
 
-CONTROLLER_TIMEOUT = 30.0  # seconds in which ipyparallel's controller has to start, and to meet the engines
+CONTROLLER_TIMEOUT = 30.0  # seconds in which ipyparallel's controller has to start, and its first engines to connect
+WORKER_TIMEOUT = 0.1  # seconds more for each worker
+ANSWER_TIMEOUT = 5.0  # seconds that the driver's answer may take after that
 
 
 class EngineClient:
@@ -16,21 +20,35 @@ class EngineClient:
     def __init__(self, link: DriverLink) -> None:
         self._link = link
         self._client: Any = None
+        self._information: dict[str, Any] = {}  # of the controller that the client is connected to
 
     def connected(self) -> Any:
         """Return the client when it knows the ready workers, which become engines when a client first asks for them.
 
-        ClusterStoppedError if the cluster does not run; UsageError during a job, if the workers are not engines yet.
+        Workers that cannot become engines are printed. ClusterStoppedError if the cluster does not run; UsageError during a
+        job, if the workers are not engines yet; HostError without a controller or engines; WaitTimeoutError.
         """
-        found: requests.ControllerFound
-        found = self._link.ask(requests.FindController(), CONTROLLER_TIMEOUT, "ipyparallel's controller", cancel=True)
+        timeout = CONTROLLER_TIMEOUT + WORKER_TIMEOUT * len(self._link.status().workers)
+        found: requests.ControllerFound = self._link.ask(
+            requests.FindController(timeout), timeout + ANSWER_TIMEOUT, "ipyparallel's controller", cancel=True
+        )
+        for worker, why in found.failed.items():
+            print(f"{worker} is not an engine of ipyparallel: {why}", file=sys.stderr)
+        if found.information != self._information:
+            self.close()  # the client of an earlier controller
         if self._client is None:
             from nbelastic.ipp.client import connect  # importing ipyparallel is slow
 
             profile_dir = str(self._link.run_folder.path / "ipython")
             self._client = connect(found.information, self._link.name, profile_dir)
+            self._information = found.information
         client = self._client
-        client.wait_for(found.engines, CONTROLLER_TIMEOUT)
+        if unknown := client.wait_for(found.engines.values(), timeout):
+            missing = ", ".join(worker for worker, engine in found.engines.items() if engine in unknown)
+            raise WaitTimeoutError(
+                f"{timeout:g} s were not enough for ipyparallel's controller to reach {missing}: try again; "
+                "%%elastic_px needs no controller."
+            )
         return client
 
     def close(self) -> None:

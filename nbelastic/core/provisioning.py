@@ -160,12 +160,16 @@ def _scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterStat
     return stop_workers(cluster, list(islice(idle, surplus)), out)
 
 
+MORE_FILES = (
+    "Raise the hard limit of open files here (ulimit -Hn; LimitNOFILE= in systemd; --ulimit nofile= in a container), "
+    "then start the cluster again."
+)
+
+
 def too_many_text(asked: int, room: int) -> str:
     """The error for more workers than the driver's machine has open files for."""
     return (
-        f"{asked} workers are asked for, and only {room} fit: each needs 6 open files in ipyparallel's controller. "
-        "Raise the hard limit of open files here (ulimit -Hn; LimitNOFILE= in systemd; --ulimit nofile= in a container), "
-        "then start the cluster again."
+        f"{asked} workers are asked for, and only {room} fit: the driver may open too few files for more. {MORE_FILES}"
     )
 
 

@@ -121,8 +121,8 @@ class ReceivedMessages:
                 self._publish_soon()
             case worker_messages.WorkerHello():
                 self._handle_worker_hello(message)
-            case worker_messages.EngineConnected(worker=w, engine=engine):
-                self._engines.connected(w, engine)
+            case worker_messages.EngineConnected(worker=w, engine=engine, error=error):
+                self._engines.connected(w, engine, error)
             case worker_messages.WorkerProgress():
                 self._handle_progress(message)
             case worker_messages.FetchCall() if self._cells.send_pushed(message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -129,8 +130,8 @@ class RequestAnswers:
                 self._collect_stack_dumps(cluster, timeout, future)
             case r.MakeConnectionFile(host=host):
                 self._connection_files.create(host, future)
-            case r.FindController():
-                self._pending.resolve(future, lambda cluster: self._engines.find(cluster.present_job))
+            case r.FindController(timeout=timeout):
+                self._find_controller(timeout, future)
             case r.Stop(by=by, within=within):
                 self._post(ev.StopRequested(f"stopped by {by}", within))
                 future.set_result(True)
@@ -222,6 +223,15 @@ class RequestAnswers:
             timeout=timeout,
             result=future,
         )
+
+    def _find_controller(self, timeout: float, future: Future[Any]) -> None:
+        def stop_waiting() -> None:
+            if not future.done():
+                self._engines.stop_waiting(self._cluster())
+
+        self._engines.request(self._cluster())
+        self._pending.resolve(future, self._engines.find)
+        asyncio.get_running_loop().call_later(timeout, stop_waiting)
 
     def _status_at_size(self, cluster: ClusterState, size: int) -> Status | None:
         """The status if so many ranks train or, without a job, so many workers are ready; else None."""

@@ -94,7 +94,12 @@ class Client(ipp.Client):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        try:
+            super().__init__(*args, **options)
+        except BaseException:  # after Ctrl-C ipyparallel leaves its sockets open
+            self._context.unwatch()
+            super().close(linger=0)
+            raise
         self.metadata = Records(self._futures)
         self._open_connections: set[int] = set()  # numbers of connections
         self._has_connected = False  # to a controller
@@ -108,19 +113,23 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._registration_callbacks.append(lambda event: self._io_loop.add_callback(self._on_registration, event))
         self._io_loop.add_callback(self._start_watching)
 
-    def wait_for(self, engines: Collection[str], timeout: float) -> bool:
-        """Wait until these engines (uuids) are known. Returns whether they are, after `timeout` seconds at most."""
+    def wait_for(self, engines: Collection[str], timeout: float) -> set[str]:
+        """Wait until all connections are open and these engines (uuids) are known. Returns those that are not after `timeout` s.
+
+        Without a connection for output, the output of the first call would be lost.
+        """
         end = time.monotonic() + timeout
         asked = time.monotonic()
-        while not set(engines) <= set(dict(self._engines).values()):
+        while True:
+            unknown = set(engines) - set(dict(self._engines).values())
+            is_open = len(self._open_connections) == len(self._context.watched)
             now = time.monotonic()
-            if now > end:
-                return False
+            if (is_open and not unknown) or now > end:
+                return unknown if is_open else set(engines)
             if now - asked > QUERY_INTERVAL:  # the controller does not repeat what it sent before this client connected
                 asked = now
                 self._io_loop.add_callback(self._query_engines)
             time.sleep(0.01)
-        return True
 
     def close(self, linger: int | None = None) -> None:
         if self._io_thread is None:

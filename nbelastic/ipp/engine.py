@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +24,7 @@ OPTIONS = (
     "--IPEngine.max_heartbeat_misses=0",
     "--IPEngine.enable_nanny=False",
     "--IPKernelApp.hide_initial_ns=False",  # `%who` shows what earlier programs and cells have defined
+    "--IPKernelApp.exec_PYTHONSTARTUP=False",  # it would set names that programs and cells have set before
     "--log-level=40",
 )
 
@@ -51,17 +54,19 @@ class Engine(IPEngine):  # type: ignore[misc]
     """
 
     _heart: tuple[Any, ...] = ()  # the arguments with which its heartbeat is started
+    _repeating: asyncio.Future[None]  # sends its registration
     registered: Callable[[str], object]  # called with the engine's id, in its event loop, when code can run in it
+    streams: asyncio.Lock  # held while streams and displays are replaced
 
     out_stream_factory = Stream
 
     async def register(self) -> None:
         """Send the registration until it is answered: a controller may end before it answers."""
-        repeating = asyncio.ensure_future(self._send_registrations())
+        self._repeating = asyncio.ensure_future(self._send_registrations())
         try:
             await super().register()
         finally:
-            repeating.cancel()
+            self._repeating.cancel()
 
     async def _send_registrations(self) -> None:
         while True:
@@ -74,6 +79,7 @@ class Engine(IPEngine):  # type: ignore[misc]
 
     async def complete_registration(self, msg: Any, connect: Callable[..., None], *args: Any) -> None:
         """The controller knows the engine: let it run code in the IPython of this process."""
+        self._repeating.cancel()  # a cell may delay the rest
         monitors: dict[zmq.Socket[bytes], str] = {}
         ports = {str(self.connection_info[name]) for name in ("mux", "iopub")}
 
@@ -84,11 +90,22 @@ class Engine(IPEngine):  # type: ignore[misc]
             connect(socket, url, **options)
 
         shell = ZMQInteractiveShell.instance()  # the worker's, which the engine uses from here on
-        shell.display_pub = ZMQDisplayPublisher(shell=shell)
-        await super().complete_registration(msg, watched, *args)
+        async with self.streams:
+            shell.display_pub = ZMQDisplayPublisher(shell=shell)
+            await super().complete_registration(msg, watched, *args)
         shell.kernel = self.kernel
+        self.kernel.control_handlers["signal_request"] = self._take_signal
         self.registered(self.ident)
         threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
+
+    def _take_signal(self, stream: Any, ident: Any, request: dict[str, Any]) -> None:
+        """In the control thread: Ctrl-C in a client's `%px`. The client waits for the answer, which ipyparallel's nanny would give.
+
+        SIGINT raises KeyboardInterrupt in code that runs for a client; at other times workers ignore it.
+        """
+        number = request["content"]["sig"]
+        os.kill(os.getpid(), getattr(signal, number) if isinstance(number, str) else number)
+        self.session.send(stream, "signal_reply", {"status": "ok"}, request, ident)
 
     def start_heartbeat(self, *args: Any) -> None:
         """Later, in `_watch`: for the controller, an engine with heartbeats is one whose channels are connected."""
@@ -124,22 +141,33 @@ class Engine(IPEngine):  # type: ignore[misc]
 
     def exit(self, _: int = 0) -> NoReturn:
         """ipyparallel would end the worker here, and has logged why."""
-        raise RuntimeError("ipyparallel's engine cannot be started; its error is above")
+        raise RuntimeError("ipyparallel's engine cannot be started: the worker's log has the error")
+
+    def abort(self) -> NoReturn:
+        """As `exit`."""
+        self.exit()
 
 
-async def connect_engine(connection: str, profile: str, registered: Callable[[str], object]) -> None:
+async def connect_engine(
+    connection: str, profile: str, registered: Callable[[str], object], streams: asyncio.Lock
+) -> None:
     """Make this process an engine of the controller at `connection` (JSON), with the IPython that it has.
 
-    Returns after `registered(engine)` was called: code can run in the engine `engine`, in this event loop.
+    Returns after `registered(engine)` was called: code can run in the engine `engine`, in this event loop. It holds `streams`
+    while it replaces the standard streams and IPython's displays. After an error it can be called again.
     """
     zmq.Context.instance().setsockopt(
         zmq.IPV6, 1
     )  # for all sockets of the engine; ZeroMQ and ipyparallel leave IPv6 off
     engine_app.Heart = Heart
-    Engine.registered = staticmethod(registered)
+    Engine.registered, Engine.streams = staticmethod(registered), streams
     # Not by a variable, which processes of the user would inherit with its key.
     engine = Engine.instance(log_level=40, connection_info_env=connection)
-    path = sys.path[:]
-    engine.initialize([f"--profile-dir={profile}", *OPTIONS])
-    sys.path[:] = path
-    await engine.register()
+    try:
+        path = sys.path[:]
+        engine.initialize([f"--profile-dir={profile}", *OPTIONS])
+        sys.path[:] = path
+        await engine.register()
+    except BaseException:
+        Engine.clear_instance()  # else the next call would get this one, with its connection
+        raise

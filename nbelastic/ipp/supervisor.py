@@ -34,6 +34,7 @@ EXTRA_SILENCE = (
 )
 MIN_PAUSE, MAX_PAUSE = 0.1, 10.0  # seconds between two starts of a controller that ends early
 EARLY_END = 10.0  # seconds after its start
+START_TIMEOUT = 60.0  # seconds from its start until it can serve
 FROZEN_INTERVAL = 1.0  # seconds between two checks whether it is stopped (SIGSTOP)
 MAX_FROZEN = 5  # checks that find it stopped, after which it is killed
 
@@ -92,12 +93,12 @@ class Supervisor:
     # ---- start and stop ----
 
     async def start(self) -> None:
-        """Start a controller without state of an earlier one. RuntimeError with its output if it ends several times."""
+        """Start a controller without state of an earlier one. OSError, or RuntimeError with its output, if it fails several times."""
         await self._attempt(self.start_new)
         self._supervise()
 
     async def attach(self) -> None:
-        """Adopt the controller of an earlier driver; restart it if it has ended."""
+        """Adopt the controller of an earlier driver; restart it if it has ended. Errors as in `start`."""
         if not self._file("-engine.json").exists():  # the earlier driver was killed before its controller started
             await self.start()
             return
@@ -109,10 +110,9 @@ class Supervisor:
         for left in reversed(range(MAX_ATTEMPTS)):
             try:
                 await start()
-            except RuntimeError as error:
+            except (OSError, RuntimeError):
                 if not left:
                     raise
-                self._on_problem(f"the first start failed: {error}")
                 await asyncio.sleep(MIN_PAUSE)
             else:
                 return
@@ -201,7 +201,7 @@ class Supervisor:
         return is_alive(self.process)
 
     async def restart(self) -> None:
-        """Kill it if it runs, and start it at the same ports. RuntimeError with its output if it ends at once."""
+        """Kill it if it runs, and start it at the same ports. RuntimeError, with its output, if it ends or hangs at its start."""
         await self.kill()
         ready, its_end = os.pipe()
         options = json.dumps({"files": str(self._stem), "ready": its_end, "driver_lease": self._driver_lease})
@@ -232,12 +232,17 @@ class Supervisor:
                 os.close(its_end)
 
     async def _wait_for_start(self, ready: int) -> None:
-        """Wait until it can serve, or has ended. It is killed if it is stopped (SIGSTOP)."""
+        """Wait until it can serve, or has ended. It is killed if it is stopped (SIGSTOP), and after `START_TIMEOUT`."""
         watch = asyncio.create_task(self._kill_when_frozen())
         try:
-            await _wait_until_readable(ready)
+            async with asyncio.timeout(START_TIMEOUT):
+                await _wait_until_readable(ready)
+        except TimeoutError:
+            await self.kill()
+            raise RuntimeError(f"it could not serve {START_TIMEOUT:g} s after its start, and was killed") from None
         finally:
             watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
     def _choose_ports(self) -> list[str]:
         """At the first start all its ports; at a restart those of its internal sockets, which may change."""
@@ -266,14 +271,14 @@ class Supervisor:
         pid = self._pid
         if pid and (self._child is not None or identity(pid) in ("", self.process)):  # a group may outlive its leader
             while members := _group(pid):  # in a loop: one may have forked meanwhile
-                for fd in members:
-                    with contextlib.suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(fd, signal.SIGKILL)
-                for fd in members:
-                    try:
+                with contextlib.ExitStack() as closing:
+                    for fd in members:
+                        closing.callback(os.close, fd)
+                    for fd in members:
+                        with contextlib.suppress(ProcessLookupError):
+                            signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    for fd in members:
                         await _wait_until_readable(fd)
-                    finally:
-                        os.close(fd)
         if self._child is not None:
             await self.wait_for_end()  # its first thread may be a zombie while others still end
 

@@ -14,9 +14,10 @@ LINE_MAGICS = ("px", "autopx", "pxconfig", "pxresult")
 
 
 def register_px(shell: Any, connect: Callable[[], Any], present_job: Callable[[], str]) -> None:
-    """Have `%px`, `%%px` and their like run on the engines of `connect()`, ipyparallel's client. The first use calls it.
+    """Have `%px`, `%%px` and their like run on the engines of `connect()`, ipyparallel's client. Each use calls it.
 
-    They raise UsageError while `present_job()` names a job, as they would wait for its end: the engines run its program.
+    So each knows newcomers, and raises ClusterStoppedError if the cluster does not run. They raise UsageError while
+    `present_job()` names a job, as they would wait for its end: the engines run its program.
     """
 
     def register(run: Callable[..., Any], kind: str, name: str) -> None:
@@ -44,11 +45,15 @@ def _first_use(
     owner = shell.magics_manager.magics["line"]["px"].__self__
     execute = owner.parallel_execute
 
-    def refuse_during_job(*args: Any, **kwargs: Any) -> Any:
+    def execute_with_present_client(*args: Any, **kwargs: Any) -> Any:
         _refuse_during_job(present_job)
+        client, view = connect(), owner.view
+        if view.client is not client:
+            owner.view = client.direct_view(view.targets)
+            owner.view.block = view.block
         return execute(*args, **kwargs)
 
-    owner.parallel_execute = refuse_during_job
+    owner.parallel_execute = execute_with_present_client
     return run(name, *arguments)
 
 

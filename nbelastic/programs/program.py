@@ -73,6 +73,7 @@ class Runner:
         template = sys.modules.get("nbelastic.programs.template")
         self._profile, self._tunnel = profile, tunnel
         self._engine: asyncio.Task[None] | None = None  # connects this worker to ipyparallel's controller
+        self._streams = asyncio.Lock()  # held by a cell, and by an engine's start: both replace streams and displays
         self._code = UserCode(code_folder(session.relay), getattr(template, "IMPORTED", {}))
 
     def take(self, message: messages.Message) -> None:
@@ -126,11 +127,12 @@ class Runner:
 
     async def _become_engine(self, connection: str) -> None:
         try:
-            own = engine_connection(connection, self._tunnel)
-            await connect_engine(own, self._profile, self._engine_connected)
-        except Exception:  # noqa: BLE001  (training does not need the engine: this worker goes on)
+            own = await asyncio.to_thread(engine_connection, connection, self._tunnel)  # the tunnel may not answer
+            await connect_engine(own, self._profile, self._engine_connected, self._streams)
+        except Exception as error:  # noqa: BLE001  (training does not need the engine: this worker goes on)
             print("nbelastic: this worker cannot connect to ipyparallel's controller:", file=sys.stderr)
             traceback.print_exc(file=sys.stderr)
+            self._session.link.send(worker_messages.EngineConnected(self._session.worker, "", summary(error)))
 
     def _engine_connected(self, engine: str) -> None:
         self._session.facts.engine = engine
@@ -147,7 +149,9 @@ class Runner:
         if why:
             session.cell_ended(cell_messages.CellResult(session.worker, cell.number, "", "", why, lines))
         else:
-            session.cell_ended(await cells.run(session.worker, cell, session.cell_pieces.put, self._interrupts))
+            async with self._streams:
+                result = await cells.run(session.worker, cell, session.cell_pieces.put, self._interrupts)
+            session.cell_ended(result)
 
     def _take_pushed(self, number: int, pushed: messages.Pushed) -> str:
         """Set the values in the namespace of cells and programs. Returns an error in one line, or nothing."""

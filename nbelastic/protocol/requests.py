@@ -292,14 +292,20 @@ class MakeConnectionFile(Request):
 
 
 class FindController(Request):
-    """Answer with a `ControllerFound` when ipyparallel's controller runs."""
+    """Answer with a `ControllerFound` when ipyparallel's controller runs and each ready worker is an engine or has failed.
+
+    After `timeout` seconds workers that have not answered count as failed.
+    """
+
+    timeout: float
 
 
 class ControllerFound(Struct, frozen=True):
-    """What an ipyparallel client needs to connect to the controller, and the uuids of its engines."""
+    """What an ipyparallel client needs to connect to the controller. By worker: the uuids of engines, why others are not engines."""
 
     information: dict[str, Any]
-    engines: tuple[str, ...]
+    engines: dict[str, str]
+    failed: dict[str, str]
 
 
 AnyRequest = (

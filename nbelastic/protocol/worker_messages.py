@@ -56,10 +56,14 @@ class ConnectEngine(Message):
 
 
 class EngineConnected(Message):
-    """Worker → driver: it is an engine. `engine`: the uuid by which ipyparallel's client addresses it."""
+    """Worker → driver: it is an engine. `engine`: the uuid by which ipyparallel's client addresses it.
+
+    With an `error` (one line) it could not become one. The next `ConnectEngine` has it try again.
+    """
 
     worker: WorkerId
     engine: str
+    error: str = ""
 
 
 MOST_RANKS = 16  # that a worker lists

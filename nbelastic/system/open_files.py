@@ -26,8 +26,11 @@ def raise_limit() -> int:
 
 
 def most_workers(limit: int, used: int | None = None) -> int:
-    """The number of workers that a limit of open files allows. `used`: files that this process has open already."""
+    """The number of workers that a limit of the driver's open files allows. `used`: files that this process has open already."""
     used = len(os.listdir("/proc/self/fd")) if used is None else used
-    controller = (limit - OF_CONTROLLER) // PER_ENGINE
-    driver = int((limit - used - OF_DRIVER) / PER_WORKER)
-    return max(0, min(controller, driver))
+    return max(0, int((limit - used - OF_DRIVER) / PER_WORKER))
+
+
+def most_engines(limit: int) -> int:
+    """The number of workers that a limit of open files allows ipyparallel's controller to connect."""
+    return max(0, (limit - OF_CONTROLLER) // PER_ENGINE)

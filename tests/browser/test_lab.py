@@ -110,7 +110,7 @@ def test_the_view_works_by_keyboard_alone_in_a_dark_theme(lab, page, notebook, o
     page.wait_for_timeout(500)  # an earlier second click is a double click, and confirms nothing
     page.keyboard.press("Enter")
     expect(view.get_by_role("status", name="Requests")).to_contain_text("localhost/1#2 has replaced it")
-    view.get_by_label("max").focus()
+    view.get_by_label("max", exact=True).focus()
     page.keyboard.press("ControlOrMeta+a")
     page.keyboard.type("2")
     page.keyboard.press("Enter")

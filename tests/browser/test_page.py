@@ -38,7 +38,7 @@ def test_two_pages_show_and_change_a_cluster(context, address):
         expect(page.locator(".nbe-phase")).to_have_text("waiting")
         expect(page).to_have_title("paged · nbelastic")
     first, second = pages
-    first.get_by_label("max").fill("3")
+    first.get_by_label("max", exact=True).fill("3")
     first.get_by_role("button", name="Apply").click()
     expect(second.locator(".nbe-facts").first).to_contain_text("0 (1–3)")
     with first.expect_download() as download:

@@ -113,7 +113,7 @@ def test_nothing_is_ended_by_a_double_click_or_a_held_key(view, clock, name, sur
 def test_a_request_that_takes_long_stays(view, clock, requests):
     """A request under way for minutes, as for a host of a batch system, stays, and its end is still shown."""
     view.open(state(), ANSWERS)
-    view.page.get_by_label("min").fill("3")
+    view.page.get_by_label("min", exact=True).fill("3")
     button(view, "Apply").click()
     mine = view.last_id()
     view.patch(orders=[request_status(mine, "under way", text="scale to 3–8")])
@@ -128,7 +128,7 @@ def test_a_request_that_takes_long_stays(view, clock, requests):
 def test_a_refused_scale_request_keeps_the_typed_bounds(view, requests):
     """They can be corrected; Escape restores the kernel's values."""
     view.open(state())
-    min_field = view.page.get_by_label("min")
+    min_field = view.page.get_by_label("min", exact=True)
     min_field.fill("9")
     button(view, "Apply").click()
     view.patch(orders=[request_status(view.last_id(), "refused", "min=9 is more than max=8", text="scale to 9–8")])
@@ -146,7 +146,7 @@ def test_a_refused_scale_request_keeps_the_typed_bounds(view, requests):
 def test_both_bounds_are_sent_together(view, requests):
     """An empty field means no limit; typed values stay until the request is answered."""
     view.open(state())
-    min_field, max_field = view.page.get_by_label("min"), view.page.get_by_label("max")
+    min_field, max_field = view.page.get_by_label("min", exact=True), view.page.get_by_label("max", exact=True)
     expect(button(view, "Apply")).to_be_disabled()
     min_field.fill("3")
     max_field.fill("")

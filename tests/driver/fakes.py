@@ -63,10 +63,12 @@ class FakeWorker:
     holds: bool = False
     busy: bool = False
     connects: bool = False  # it was asked to become an engine
+    engine_error: str = ""  # why it cannot become one
 
     def connect_engine(self) -> None:
         if self.connects and not self.busy:
-            self.send(worker_messages.EngineConnected(self.id, f"engine-{self.id}"))
+            engine = "" if self.engine_error else f"engine-{self.id}"
+            self.send(worker_messages.EngineConnected(self.id, engine, self.engine_error))
 
     def end_program(self, error: str = "") -> None:
         """Report that the program has ended."""
@@ -203,14 +205,20 @@ class FakeController:
 
     async def start(self) -> None:
         self._fakes.controllers += 1
-        if self._fakes.no_controller:
-            raise RuntimeError(self._fakes.no_controller)
-        self.connection, self.process = "{}", "1@1"
+        self._run()
 
     async def attach(self) -> None:
+        self._fakes.attached += 1
+        self._run()
+
+    def _run(self) -> None:
+        if self._fakes.no_controller:
+            raise OSError(self._fakes.no_controller)
         self.connection, self.process = "{}", "1@1"
 
     async def stop(self) -> None:
+        for _ in range(3):  # it waits until its process has ended
+            await asyncio.sleep(0)
         self._fakes.controller_stopped = True
 
     def information(self, kind: str) -> dict[str, Any]:
@@ -251,7 +259,7 @@ class DriverWithFakes:
         self.agents: dict[str, FakeAgent] = {}
         self.workers: dict[WorkerId, FakeWorker] = {}
         self.sent: list[tuple[str, messages.Message]] = []
-        self.controllers, self.no_controller = 0, ""  # how often one was started, and why none can be
+        self.controllers, self.attached, self.no_controller = 0, 0, ""  # how often one was started, and why none can be
         self.controller_stopped = False
         self.silent: set[str] = set()  # hosts whose messages the driver does not receive
         self.lost: set[tuple[str, type]] = set()  # a worker, and a kind of message that it never receives

@@ -49,7 +49,7 @@ def test_each_problem_of_a_host_says_what_to_do():
         Finding(
             "gpu1", "wrong", "its torch is built without CUDA, so its GPUs stay unused: install a build with CUDA."
         ),
-        Finding("gpu1", "warning", "1024 open files are enough for 149 workers: raise `ulimit -Hn`."),
+        Finding("gpu1", "warning", "1024 open files are enough for 618 workers, with %px for 149: raise `ulimit -Hn`."),
     ]
 
 

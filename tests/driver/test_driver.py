@@ -172,7 +172,7 @@ def test_the_controller_ends_last(tmp_path):
     async def story():
         async with DriverWithFakes(tmp_path, "a:1") as fakes:
             await fakes.advance_time(2.0)
-            fakes.driver.request(FindController())
+            fakes.driver.request(FindController(30.0))
             await fakes.settle()
             event_log = fakes.driver.event_log
             close = event_log.close

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from nbelastic.ipp import supervisor
 from nbelastic.ipp.supervisor import MAX_PAUSE, MIN_PAUSE, Supervisor, heartbeat_period
+from nbelastic.system.process_identity import is_alive
 from tests.support.driver_lease import until_the_end
 
 
@@ -57,3 +59,27 @@ def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pause
 def test_the_heartbeats_of_many_engines_are_rarer(workers: int, milliseconds: int) -> None:
     """Up to a thousand engines' heartbeats cost the controller no more than a hundred's."""
     assert heartbeat_period(workers) == milliseconds
+
+
+def test_a_controller_that_hangs_at_its_start_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After several tries the error says for how long each was waited for. No process and no descriptor is left."""
+    monkeypatch.setattr(supervisor, "CODE", "import time; time.sleep(600)")
+    monkeypatch.setattr(supervisor, "START_TIMEOUT", 0.2)
+    processes: set[str] = set()
+
+    async def story() -> None:
+        hanging = Supervisor(tmp_path / "ipython", "hangs", 5.0, until_the_end(tmp_path))
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(RuntimeError, match=r"it could not serve 0\.2 s after its start, and was killed"):
+            await hanging.start_new()
+        processes.add(hanging.process)
+        hanging._held_ports.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+        with pytest.raises(RuntimeError, match="could not serve"):
+            await hanging.start()
+        processes.add(hanging.process)
+        await hanging.stop()
+
+    asyncio.run(story())
+    assert len(processes) == 2
+    assert not any(map(is_alive, processes))

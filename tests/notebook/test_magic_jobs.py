@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from ipyparallel.client.magics import ParallelMagics
 from IPython.core.error import UsageError as IPythonUsageError
 from magic_output import output_of
 
@@ -18,7 +16,6 @@ from nbelastic.client.notebook_line import NotebookLine
 from nbelastic.errors import JobError, UsageError
 from nbelastic.notebook import cell_output
 from nbelastic.notebook.cell_magics import INTERRUPTED
-from nbelastic.notebook.px_guard import register_px
 from nbelastic.protocol.requests import CommitOutput, Piece
 
 
@@ -335,36 +332,6 @@ def test_a_training_is_paused_stepped_and_resumed(ip, magics, cluster, capsys):
         ("step", 5, {"timeout": 2.0, "by": "%elastic_step"}),
         ("resume", {"by": "%elastic_resume"}),
     ]
-
-
-def test_px_is_refused_while_a_job_runs(ip, magics, cluster, capsys):
-    """It would wait for the end of the job. Between jobs it runs as ipyparallel has made it. The first use connects.
-
-    No use replaces `{names}` or `$names` in the code.
-    """
-    ran, connected = [], []
-
-    class Client:
-        def activate(self):
-            connected.append(self)
-            ip.register_magics(ParallelMagics(ip, SimpleNamespace(targets="all", block=True)))
-            owner = ip.magics_manager.magics["line"]["px"].__self__
-            owner.parallel_execute = lambda *args, **_: ran.append(args[0])
-
-    job = ["job-1"]
-    register_px(ip, Client, lambda: job[0] if job else "")
-    for line in ("%px 0", "%%px\n0"):
-        assert "job-1 is running, and %px would wait for its end" in output_of(ip, capsys, line)
-    assert connected == []
-    job.clear()
-    ip.user_ns["n"] = 1
-    output_of(ip, capsys, "%px '{n} $n'")
-    output_of(ip, capsys, "%px 2")
-    job.append("job-2")
-    for line in ("%px 3", "%%px\n3"):
-        assert "job-2 is running, and %px would wait for its end" in output_of(ip, capsys, line)
-    assert ran == ["'{n} $n'", "2"]
-    assert len(connected) == 1
 
 
 def test_variables_are_pushed_and_the_state_is_pulled(ip, magics, cluster, capsys):

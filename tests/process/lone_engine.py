@@ -26,7 +26,9 @@ def main(connection: str, profile: str) -> None:
     information = Path(connection).read_text()
 
     async def serve() -> None:
-        await connect_engine(information, profile, lambda engine: print(engine, file=sys.__stdout__, flush=True))
+        await connect_engine(
+            information, profile, lambda engine: print(engine, file=sys.__stdout__, flush=True), asyncio.Lock()
+        )
         await asyncio.Event().wait()
 
     asyncio.run(serve())

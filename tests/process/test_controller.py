@@ -219,7 +219,7 @@ class KeptController:
     def check(self, controller: Supervisor) -> None:
         """Check that a client of this controller finds the engine and its variables."""
         with closing(connect(controller.information("client"), "kept", str(self.folder / "ipython"))) as client:
-            assert client.wait_for([self.uuid], 20.0)
+            assert not client.wait_for([self.uuid], 20.0)
             client[:].execute("x = globals().get('x', 0) + 1")
             client[:].execute(f"open('{self.folder}/x', 'w').write(str(x))").get(timeout=20)
 
@@ -330,7 +330,7 @@ def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):
 
     def _lose_an_answer(controller: Supervisor, proxy: TcpProxy, uuid: str) -> None:
         with closing(connect(controller.information("client"), "behind", str(tmp_path / "ipython"))) as client:
-            assert client.wait_for([uuid], 20.0)
+            assert not client.wait_for([uuid], 20.0)
             pid = pid_of(proxy.saved.process)
             suspend_process(pid)
             result = client[0].apply_async(sorted, [2, 1])

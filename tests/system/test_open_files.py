@@ -29,11 +29,12 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "fit"), [(256, 20, 21), (1024, 20, 149), (100, 20, 0), (20_000, 20, 3312), (300, 200, 2)]
+    ("limit", "used", "fit", "engines"),
+    [(256, 20, 93, 21), (1024, 20, 605, 149), (100, 20, 0, 0), (20_000, 20, 13_256, 3312), (300, 200, 2, 28)],
 )
-def test_how_many_workers_fit(limit: int, used: int, fit: int) -> None:
-    """The controller's connections count, and the files that this process has open already."""
-    assert open_files.most_workers(limit, used) == fit
+def test_how_many_workers_fit(limit: int, used: int, fit: int, engines: int) -> None:
+    """Files that this process has open already count. ipyparallel's controller, if it is used, has room for fewer."""
+    assert (open_files.most_workers(limit, used), open_files.most_engines(limit)) == (fit, engines)
 
 
 def test_more_workers_than_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,6 +42,6 @@ def test_more_workers_than_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPat
     driver_thread.use_driver_threads(monkeypatch)
     monkeypatch.setattr(open_files, "raise_limit", lambda: 256)
     before = set(threading.enumerate())
-    with pytest.raises(HostError, match=r"^40 workers are asked for, and only \d+ fit: .*ulimit -Hn.*$"):
-        nbe.Cluster("localhost:40", min=40, log_dir=tmp_path).start()
+    with pytest.raises(HostError, match=r"^99 workers are asked for, and only \d+ fit: .*ulimit -Hn.*$"):
+        nbe.Cluster("localhost:99", min=99, log_dir=tmp_path).start()
     assert set(threading.enumerate()) <= before
