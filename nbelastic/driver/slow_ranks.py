@@ -13,6 +13,7 @@ LEAST = 5.0  # milliseconds beyond that median,
 SHARE = 0.2  # and this part of a step
 LASTS = 10.0  # seconds for which a rank must be slow
 FRESH = 20.0  # seconds for which a report counts
+MOST_OTHERS = 64  # members with which a rank is compared: their median says enough, however large the world
 
 
 class SlowRanks:
@@ -29,8 +30,9 @@ class SlowRanks:
         if own.generation != self._generation:
             self._generation, self._reports, self._since, self._texts = own.generation, {}, {}, {}
         self._reports[worker] = own, now
-        times = [self._reports[w][0].own for w in members if w != worker and self._is_fresh(w, now)]
-        if len(times) < len(members) - 1 or not times:
+        others = [w for w in members[: MOST_OTHERS + 1] if w != worker][:MOST_OTHERS]
+        times = [self._reports[w][0].own for w in others if self._is_fresh(w, now)]
+        if len(times) < len(others) or not times:
             return ""
         usual = median(times)
         if own.own < max(SLOW * usual, usual + LEAST, usual + SHARE * own.step):

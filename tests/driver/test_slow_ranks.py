@@ -1,6 +1,6 @@
 """The rank for which all others wait is named while they train, after it was slow for a while."""
 
-from nbelastic.driver.slow_ranks import SlowRanks
+from nbelastic.driver.slow_ranks import MOST_OTHERS, SlowRanks
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_reports import OwnTime
 
@@ -37,6 +37,16 @@ def test_short_and_small_differences_are_no_news():
     for now in range(100, 200, 5):
         assert report(ranks, float(now), a=1, b=1, c=5) == {}
         assert report(ranks, float(now), a=40, b=41, c=59) == {}
+
+
+def test_in_a_large_world_a_rank_is_compared_with_some():
+    """A report costs no more than in a world of 65, and a slow rank is named."""
+    members = tuple(WorkerId("a", slot, 1) for slot in range(5000))
+    ranks = SlowRanks()
+    for w in members[: MOST_OTHERS + 1]:
+        ranks.add(w, members, OwnTime(1, 100.0, 40.0), 0.0)
+    slow = OwnTime(1, 100.0, 90.0)
+    assert [bool(ranks.add(members[-1], members, slow, now)) for now in (1.0, 11.0)] == [False, True]
 
 
 def test_all_ranks_must_have_reported_in_this_generation():

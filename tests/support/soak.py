@@ -80,6 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if is_hypothesis_test(getattr(item, "obj", None)):
                 item.add_marker("soak")
+                item.add_marker(pytest.mark.timeout(TIMES * 120))
         return
     if "soak" in config.option.markexpr or any("::" in argument for argument in config.args):
         return
