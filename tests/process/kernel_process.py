@@ -172,6 +172,7 @@ class AttachedTraining(Training):
 
     def __init__(self, cluster: nbe.Cluster | None, job: nbe.Job | None, folder: Path) -> None:
         self.cluster, self.job, self.folder = cluster, job, folder  # type: ignore[assignment]
+        self._earlier = 0
 
 
 def end(kernel: Kernel) -> None:
