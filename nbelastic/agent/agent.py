@@ -127,7 +127,8 @@ class Agent:
         self._addresses = addresses_by_preference(towards, config.nics, on_driver_machine)
         self._home = (self._addresses[0].address, self._addresses[0].name)  # address and interface of stores
         # On the driver's machine the prober is started with the first host elsewhere. Until then its port is only reserved.
-        self._port = at_end.enter_context(reserved_port(self._home[0])) if on_driver_machine else 0
+        own = [i.address for i in self._addresses]
+        self._port = at_end.enter_context(reserved_port(own)) if on_driver_machine else 0
         self._prober: Prober | None = None
         at_end.callback(self._close_prober)
         if not on_driver_machine:
@@ -143,9 +144,9 @@ class Agent:
     def _running_prober(self) -> Prober:
         if self._prober is None:
             external = [i.address for i in self._addresses if not is_loopback(i.address)]
-            self._prober = Prober(self._config.host, self._config.keys, external, self._port)
-            self._prober.start()
-            self._port = self._prober.port
+            prober = Prober(self._config.host, self._config.keys, external, self._port)
+            prober.start()  # if it cannot listen, the next probe tries again
+            self._prober, self._port = prober, prober.port
         return self._prober
 
     def _close_prober(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+ATTEMPTS = 20  # ports that are tried until one is free at all addresses
 SMALLEST_RANGE = 1600  # ports; from a smaller range none is chosen
 
 
@@ -39,9 +41,35 @@ def is_free(address: str, port: int) -> bool:
 
 
 @contextlib.contextmanager
-def reserved_port(address: str) -> Iterator[int]:
-    """A free port of `address`, bound meanwhile, so that no other process gets it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as bound:
-        bound.bind((address, 0))
-        yield int(bound.getsockname()[1])
+def reserved_port(addresses: Sequence[str]) -> Iterator[int]:
+    """A port that is free at all of these addresses, bound meanwhile: only a listener with SO_REUSEADDR gets it, such as ZeroMQ's.
+
+    Addresses that this machine does not have are left out. OSError if there is no such port.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        with contextlib.ExitStack() as held:
+            try:
+                port = _bind_all(addresses, held)
+            except OSError:  # another process uses the port at one of the addresses
+                if not left:
+                    raise
+                continue
+            yield port
+            return
+
+
+def _bind_all(addresses: Sequence[str], held: contextlib.ExitStack) -> int:
+    port = 0
+    for address in addresses:
+        bound = held.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+        try:
+            bound.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            continue  # this machine does not have the address (any more), or not yet
+        bound.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a listener may bind, as this socket does not listen
+        port = int(bound.getsockname()[1])
+    return port
