@@ -63,7 +63,7 @@ class UserCode:
     def _imported(self, other: Iterable[str] = ()) -> list[str]:
         """The modules of this version, and of another one, that this process has imported."""
         tops = {name.partition(".")[0] for name in (*self._loaded, *other)}
-        return [name for name in sys.modules if name.partition(".")[0] in tops]
+        return [name for name in list(sys.modules) if name.partition(".")[0] in tops]  # another thread may import
 
     @contextlib.contextmanager
     def unless_it_fails(self) -> Iterator[None]:

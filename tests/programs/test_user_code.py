@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from hashlib import sha256
 from pathlib import Path
 
@@ -149,3 +150,29 @@ def test_own_copies_come_before_other_modules_of_the_name(host, names, tmp_path,
     UserCode(host.folder, {}).use(host.place({"nbeown.py": "N = 'notebook'"}), names)
     assert names["nbeown"].N == "notebook"
     assert os.path.dirname(names["nbeown"].__file__) == sys.path[0]
+
+
+def test_another_thread_may_import_meanwhile(host, names):
+    """A thread of the worker imports what it needs while a cell's modules are looked for: the cell does not fail."""
+    version, code = host.place({INIT: "x = 1"}), UserCode(host.folder, {})
+    done = threading.Event()
+
+    def import_others() -> None:
+        while not done.is_set():
+            for i in range(50):
+                sys.modules[f"nbe_other_{i}"] = sys
+            for i in range(50):
+                del sys.modules[f"nbe_other_{i}"]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=import_others)
+    thread.start()
+    try:
+        for _ in range(100):
+            code.use(version, names)
+            code._imported()
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
