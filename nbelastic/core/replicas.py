@@ -11,6 +11,11 @@ from nbelastic.protocol.program_events import ReplicaDiffered
 CAUSES = "its memory or its device may be faulty, or the program changes the model on this rank only"
 
 
+def differs_text(commit: int) -> str:
+    """The text about a rank whose values differ since this commit."""
+    return f"has other values than the other ranks since commit {commit}"
+
+
 def differed(cluster: ClusterState, event: ReplicaDiffered, now: float, out: Commands) -> ClusterState:
     """Report the rank. With `Limits.exclude_differing` its host is left out if its values were right at first.
 
@@ -19,7 +24,7 @@ def differed(cluster: ClusterState, event: ReplicaDiffered, now: float, out: Com
     w, job = event.worker, cluster.active
     if job is None or event.generation != cluster.generation or w not in cluster.member_set:
         return cluster
-    text = f"{rank_text(cluster, w)} has other values than the other ranks since commit {event.commit}"
+    text = f"{rank_text(cluster, w)} {differs_text(event.commit)}"
     record = cmd.Record("replica-differs", f"{text}: {CAUSES}", host=w.host, worker=str(w), generation=event.generation)
     out.append(record)
     others = [m for m in cluster.members if m != w and cluster.workers[m].has_state]

@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
+from nbelastic.core.replicas import differs_text
 from nbelastic.driver.replicas import Replicas
 from nbelastic.driver.slow_ranks import SlowRanks
 from nbelastic.protocol import agent_messages, worker_messages
@@ -165,7 +166,7 @@ class Telemetry(Struct):
     def differs_text(self, w: WorkerId) -> str:
         """A text if the worker's training state differs from the other ranks', else an empty one."""
         commit = self.replicas.differing.get(w)
-        return f"has other values than the other ranks since commit {commit}" if commit is not None else ""
+        return differs_text(commit) if commit is not None else ""
 
     def add_report(self, values: Mapping[str, float | str]) -> tuple[str, ...]:
         """Take what rank 0 has reported. Returns the names whose values are not finite for the first time.

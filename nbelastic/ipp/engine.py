@@ -156,9 +156,8 @@ async def connect_engine(
     Returns after `registered(engine)` was called: code can run in the engine `engine`, in this event loop. It holds `streams`
     while it replaces the standard streams and IPython's displays. After an error it can be called again.
     """
-    zmq.Context.instance().setsockopt(
-        zmq.IPV6, 1
-    )  # for all sockets of the engine; ZeroMQ and ipyparallel leave IPv6 off
+    # For all sockets of the engine. ZeroMQ and ipyparallel leave IPv6 off.
+    zmq.Context.instance().setsockopt(zmq.IPV6, 1)
     engine_app.Heart = Heart
     Engine.registered, Engine.streams = staticmethod(registered), streams
     # Not by a variable, which processes of the user would inherit with its key.

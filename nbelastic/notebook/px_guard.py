@@ -21,10 +21,8 @@ def register_px(shell: Any, connect: Callable[[], Any], present_job: Callable[[]
     """
 
     def register(run: Callable[..., Any], kind: str, name: str) -> None:
-        first_use = no_var_expand(
-            partial(_first_use, shell, connect, present_job, run, name)
-        )  # `run` expands variables
-        shell.register_magic_function(first_use, kind, name)
+        first_use = partial(_first_use, shell, connect, present_job, run, name)
+        shell.register_magic_function(no_var_expand(first_use), kind, name)  # `run` expands variables
 
     for name in LINE_MAGICS:
         register(shell.run_line_magic, "line", name)

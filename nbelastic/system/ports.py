@@ -68,8 +68,7 @@ def _bind_all(addresses: Sequence[str], held: contextlib.ExitStack) -> int:
             if error.errno == errno.EADDRINUSE:
                 raise
             continue  # this machine does not have the address (any more), or not yet
-        bound.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a listener may bind, as this socket does not listen
+        # From now on a listener with this option may bind, as this socket does not listen.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port = int(bound.getsockname()[1])
     return port

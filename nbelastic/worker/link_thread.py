@@ -250,7 +250,7 @@ class LinkThread:
         formation = self._protocol.formation
         if formation is None or formation.world_size == 1 or self._groups.uses_gpu:
             return delay
-        self._protocol.telemetry.own = self._step_times.take
+        self._protocol.telemetry.own = self._step_times.take  # each program has a Telemetry of its own
         self._step_times.sample()
         return min(delay, PERIOD)
 
