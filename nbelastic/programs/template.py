@@ -93,17 +93,24 @@ def _start_again_without(module: str, harm: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (the server's descriptors stay open)
 
 
-for name in (*PRELOAD, *OF_USER):
+def _preload(module: str) -> None:
     try:
-        importlib.import_module(name)
-    except Exception:  # noqa: BLE001  (the user's module: the worker will fail on it with its traceback)
-        print(f"nbelastic: preloading {name!r} failed:", file=sys.stderr)
+        importlib.import_module(module)
+    except Exception:  # noqa: BLE001  (the worker will fail on it with its traceback)
+        print(f"nbelastic: preloading {module!r} failed:", file=sys.stderr)
         traceback.print_exc()
-    if name in OF_USER and (harm := _harm()):
+
+
+for name in PRELOAD:
+    _preload(name)
+OURS = frozenset(sys.modules)
+for name in OF_USER:
+    _preload(name)
+    if harm := _harm():
         _start_again_without(name, harm)
 
 # A worker imports the user's modules again that have changed since.
-IMPORTED = sys.modules["nbelastic.programs.user_code"].own_modules() if OF_USER else {}
+IMPORTED = sys.modules["nbelastic.programs.user_code"].own_modules(OURS) if OF_USER else {}
 
 gc.enable()
 gc.freeze()

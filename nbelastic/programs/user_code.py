@@ -11,7 +11,7 @@ import importlib
 import linecache
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -85,18 +85,29 @@ class UserCode:
             raise
 
 
-def own_modules() -> dict[str, str]:
-    """The hashes of the modules that this process has imported and that are not of an installed package, by module."""
+def own_modules(besides: Container[str]) -> dict[str, str]:
+    """The hashes of the modules that this process has imported and that are not of an installed package, by module.
+
+    `besides`: modules that are not the user's, wherever they lie: torch may be a checkout.
+    """
     standard = os.path.dirname(os.__file__) + os.sep
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or file.startswith(standard) or name.partition(".")[0] == "nbelastic":
+        if name in besides or not isinstance(file, str) or file.startswith(standard):
             continue
-        if not INSTALLED.intersection(file.split(os.sep)):
+        if not _is_installed(name, file):
             with contextlib.suppress(OSError):
                 found[name] = sha256(Path(file).read_bytes()).hexdigest()
     return found
+
+
+def _is_installed(name: str, file: str) -> bool:
+    """Whether the module is of a package that pip has installed, also with `--target` into a folder of PYTHONPATH."""
+    path = Path(file)
+    depth = name.count(".") + (path.stem == "__init__")
+    folder = path.parents[min(depth, len(path.parents) - 1)]
+    return bool(INSTALLED.intersection(folder.parts)) or any(folder.glob("*.dist-info"))
 
 
 def _digests(code: Code) -> dict[str, str]:

@@ -69,10 +69,12 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def _commit() -> str:
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=False, capture_output=True, text=True
-    )
-    return asked.stdout.strip()
+    """Of the checkout; of a copy without git, what the variable COMMIT says."""
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "")
 
 
 def _nvml() -> Iterator[tuple[str, Any]]:

@@ -112,12 +112,27 @@ def test_modules_of_the_template_are_imported_again_if_they_have_changed(host, n
     monkeypatch.syspath_prepend(host.notebook)
     (host.notebook / "nbeown.py").write_text("N = 1")
     run("import nbeown", {})
-    loaded = {name: digest for name, digest in user_code.own_modules().items() if name == "nbeown"}
+    loaded = {name: digest for name, digest in user_code.own_modules(()).items() if name == "nbeown"}
     old = sys.modules["nbeown"]
     UserCode(host.folder, loaded).use(host.place({"nbeown.py": "N = 1"}, in_place=True), names)
     assert sys.modules["nbeown"] is old
     UserCode(host.folder, loaded).use(host.place({"nbeown.py": "N = 2"}, in_place=True), names)
     assert "nbeown" not in sys.modules
+
+
+def test_only_the_users_modules_are_imported_again(tmp_path, monkeypatch):
+    """Packages in a folder that `pip install --target` has made stay, and so does what the template itself has imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("nbeinstalled", "nbeinstalled/inner"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "nbefile.py").touch()
+    run("import nbeinstalled.inner, nbefile", {})
+    own = {"nbeinstalled", "nbeinstalled.inner", "nbefile"}
+    assert own <= user_code.own_modules(()).keys()
+    assert own & user_code.own_modules({"nbefile"}).keys() == own - {"nbefile"}
+    (tmp_path / "nbeinstalled-1.0.dist-info").mkdir()
+    assert not own & user_code.own_modules(()).keys()
 
 
 def test_a_rejected_program_leaves_the_old_version(host, names):
