@@ -34,6 +34,7 @@ from nbelastic.core.state import (
     without,
 )
 from nbelastic.core.state_holders import holds_newest_state, unassign_kept_state
+from nbelastic.errors import JobStoppedError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
@@ -237,7 +238,9 @@ def _program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, ou
 
 
 def _is_of_gpu(error: str) -> bool:
-    return any(text in error for text in GPU_ERRORS) and "out of memory" not in error
+    """Whether the error is of this worker's GPU, and not that of another rank, for which the job was stopped."""
+    is_others = error.startswith(f"{JobStoppedError.__module__}.{JobStoppedError.__qualname__}")
+    return any(text in error for text in GPU_ERRORS) and "out of memory" not in error and not is_others
 
 
 def _program_returned(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:

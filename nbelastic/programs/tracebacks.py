@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 
 from nbelastic.worker.output_buffer import printable
+from nbelastic.worker.own_errors import text_of
 
 MAX_ERROR = 500  # characters of an error's text
 MAX_TRACEBACK = 100_000  # last characters of a traceback that are sent
@@ -15,7 +16,10 @@ def summary(error: BaseException) -> str:
     """The error in one line."""
     if isinstance(error, SystemExit):
         return f"SystemExit: the program called sys.exit({error.code!r})"
-    text = traceback.format_exception_only(error)[-1].strip() or "an error without a message"
+    module, name = type(error).__module__, type(error).__qualname__
+    name = name if module in ("builtins", "__main__") else f"{module}.{name}"
+    message = str(error.msg) if isinstance(error, SyntaxError) else text_of(error)
+    text = f"{name}: {message}" if message else name
     return printable(text if len(text) < MAX_ERROR else f"{text[:MAX_ERROR]}…")
 
 

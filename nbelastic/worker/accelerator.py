@@ -10,8 +10,9 @@ output holds garbage. So a result may be used only after `synchronize` and a loo
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,11 +20,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from nbelastic.protocol.exit_codes import HUNG
+
 Make = Callable[[Any, int, int, Any], Any]  # a store, a rank, a size and options -> a communicator
 
-MIN_FREE = (
-    1 << 30
-)  # bytes of GPU memory; with less, torch's allocator gives back what it keeps unused before NCCL allocates
+ABORT_TIMEOUT = 30.0  # seconds; NCCL takes up to a second, and longer with many kernels under way
+MIN_FREE = 1 << 30  # bytes of GPU memory for one more communicator
 
 
 class Accelerator(Protocol):
@@ -36,6 +38,9 @@ class Accelerator(Protocol):
 
     def create(self, store: Any, rank: int, size: int, options: Any) -> Any:
         """A communicator that has not communicated yet."""
+
+    def make_room(self) -> bool:
+        """Whether the device has memory for one more communicator, if torch gives back what it keeps unused."""
 
     def connect(self, communicator: Any, meet: Callable[[], object]) -> None:
         """Collective: connect to the other members. In any thread; raises what torch raises, also after an abort.
@@ -91,6 +96,12 @@ class Nccl:
         options.config.blocking = 0
         return self._class(store, rank, size, options)
 
+    def make_room(self) -> bool:
+        """See `Accelerator.make_room`."""
+        if torch.cuda.mem_get_info()[0] < MIN_FREE:
+            torch.cuda.empty_cache()
+        return bool(torch.cuda.mem_get_info()[0] >= MIN_FREE)
+
     def connect(self, communicator: Any, meet: Callable[[], object]) -> None:
         """Sum one number: that waits until all members are connected, and opens the channels that training uses.
 
@@ -98,8 +109,6 @@ class Nccl:
         Then NCCL ends the wait if a member dies, and torch does after TORCH_NCCL_NONBLOCKING_TIMEOUT.
         """
         where = torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.mem_get_info()[0] < MIN_FREE:
-            torch.cuda.empty_cache()
         communicator.eager_connect_single_device(where)
         meet()
         stream = torch.cuda.Stream()  # beside the training
@@ -145,8 +154,10 @@ class Communicators:
     `abort`, `wait` and `error` may be called in any thread.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, earlier: Sequence[Communicators] = ()) -> None:
+        """`earlier`: those of the worlds before, the last one's at the end."""
         self._accelerator = accelerator
+        self._earlier = earlier
         self._prepared: Any = None  # for the default group
         self._made: list[Any] = []
         self._aborts: dict[int, Future[None]] = {}  # by the communicator's id
@@ -155,6 +166,15 @@ class Communicators:
     def backend(self) -> str:
         """What torch calls this back end."""
         return self._accelerator.backend
+
+    def wait_for_earlier(self) -> None:
+        """Wait for the aborts of earlier worlds, but not for the last one's: NCCL takes 0.5 s and more to end its threads.
+
+        With too little memory wait for that one too, as it frees some.
+        """
+        must_end = self._earlier[:-1] if self._accelerator.make_room() else self._earlier
+        if not all(each.wait(ABORT_TIMEOUT) for each in must_end):
+            os._exit(HUNG)  # no operation on this GPU will end in this process
 
     def prepare(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         """Collective: make the communicator of the default group. Raises what torch raises, also after an abort."""
@@ -182,6 +202,7 @@ class Communicators:
                 store.set(f"met/{rank}", "")
                 store.wait([f"met/{other}" for other in range(size)])
 
+        self._accelerator.make_room()
         made = self._accelerator.create(store, rank, size, options)
         self._made.append(made)  # before it connects: an abort must reach it
         try:

@@ -12,7 +12,7 @@ from nbelastic.worker.threads import run_in_thread
 
 TIMEOUT = 10.0  # seconds for the synchronisations; a GPU with a fault may not answer
 TEXTS = ("cuda error", "cuda driver error", "triton error [cuda]", "cudnn error", "cudnn_status_")
-ASSERT = "device-side assert"  # what the program itself has asserted in a kernel, for example an index out of range
+ASSERT = "device-side assert triggered"  # what the program itself has asserted in a kernel, for example an index out of range
 
 
 def is_gpu_error(error: BaseException) -> bool:

@@ -33,14 +33,16 @@ class Groups:
         self.present: Group | None = None
         self.next = NextGeneration(address)
         self.accelerator: Accelerator | None = None  # of this job's groups, beside gloo
-        self._last: Communicators | None = None  # of the last generation; other ranks may still need them
+        self._earlier: list[
+            Communicators
+        ] = []  # of the last two generations; other ranks may still need the last one's
         self._is_over = is_over
         self._closing: Group | None = None
         self._closing_since = 0.0
 
     def open(self, generation: int) -> None:
         """Take the group that was prepared for this generation, or a new one. From here on an abort reaches it."""
-        self.present = self.next.take(generation) or Group(generation, self.accelerator, self._last)
+        self.present = self.next.take(generation) or Group(generation, self.accelerator, self._earlier)
 
     def form(self, formation: Formation, offer: Offer) -> None:
         """Collective. Raises what torch raises, or WorldAborted."""
@@ -85,15 +87,17 @@ class Groups:
         if self._closing is not None:
             self._closing_since = time.monotonic()
             self.end_last()
-            self._last = self._closing.leave(others_may_wait=not (abort or self._is_over(self._closing.generation)))
+            left = self._closing.leave(others_may_wait=not (abort or self._is_over(self._closing.generation)))
+            if left is not None:
+                self._earlier = [*self._earlier[-1:], left]
             if self.uses_gpu:
                 gc.collect()  # DDP is part of a cycle, and holds as much GPU memory as the gradients
         self._closing = None
 
     def end_last(self) -> None:
         """All ranks have left the last generation: end its communicators, beside the training."""
-        if self._last is not None:
-            self._last.abort()
+        if self._earlier:
+            self._earlier[-1].abort()
 
     @property
     def uses_gpu(self) -> bool:

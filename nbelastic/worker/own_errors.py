@@ -9,6 +9,20 @@ from nbelastic.worker import gpu_errors
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import may_be_collective
 
+# What torch adds to each error of CUDA.
+ADVICE = ("Search for `cuda", "CUDA kernel errors might be asynchronously", "For debugging consider passing CUDA_")
+
+
+def text_of(error: BaseException) -> str:
+    """What the error says, in one line."""
+    try:
+        text = str(error)
+    except Exception as failure:  # noqa: BLE001  (a class of the user's)
+        text = f"its text cannot be read: {type(failure).__name__}"
+    lines = [line.strip() for line in text.splitlines()]
+    end = next((number for number, line in enumerate(lines) if line.startswith(ADVICE)), len(lines))
+    return " ".join(filter(None, lines[:end]))
+
 
 def is_of_program(error: BaseException, groups: Groups) -> bool:
     """Whether the user's function has raised `error` by itself, and no lost worker has caused it."""

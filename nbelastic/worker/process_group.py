@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.system.addresses import bracketed, split_endpoint
 from nbelastic.worker.accelerator import Accelerator, Communicators, Factory
 from nbelastic.worker.formation import Formation
@@ -49,7 +48,6 @@ MAX_KEPT = 2
 # releases the GIL for it only if Python holds the last reference. If DDP's reducer holds the last one (the user kept a
 # wrapper), the process would hang. So keep each group for longer than any wrapper of it, and let a new thread drop it.
 _kept: deque[list[Any]] = deque()
-COMMUNICATOR_ABORT_TIMEOUT = 30.0  # seconds; NCCL takes up to a second, and longer with many kernels under way
 
 
 class Offer:
@@ -86,12 +84,14 @@ class Group:
     """
 
     def __init__(
-        self, generation: int, accelerator: Accelerator | None = None, last: Communicators | None = None
+        self, generation: int, accelerator: Accelerator | None = None, earlier: Sequence[Communicators] = ()
     ) -> None:
-        """`accelerator`: whose communicators the groups have beside gloo's; None: gloo alone. `last`: the last world's."""
+        """`accelerator`: whose communicators the groups have beside gloo's; None: gloo alone.
+
+        `earlier`: those of the worlds before, the last one's at the end.
+        """
         self.generation = generation
-        self._last = last  # if they are being aborted, that must end before new ones connect
-        self._communicators = None if accelerator is None else Communicators(accelerator)
+        self._communicators = None if accelerator is None else Communicators(accelerator, earlier)
         self._connections: Connections | None = None  # an abort shuts these down
         self._default: dict[str, int] | None = None  # the connections of the default group when it was complete
         self._was_whole = True  # each pair of ranks was connected when the default group was complete
@@ -116,8 +116,7 @@ class Group:
         store = self._open_store(formation, offer)
         prepared = self._make_first(PrefixStore("prepared", store), formation.rank, formation.world_size)
         if self._communicators is not None:
-            if self._last is not None and not self._last.wait(COMMUNICATOR_ABORT_TIMEOUT):
-                os._exit(HUNG)  # no operation on this GPU will end in this process
+            self._communicators.wait_for_earlier()
             self._refuse_if_abandoned()
             where = PrefixStore("communicator", store)
             self._communicators.prepare(where, formation.rank, formation.world_size, TIMEOUT)

@@ -33,7 +33,7 @@ from nbelastic.worker.interrupts import WorldAborted, WorldLeft
 from nbelastic.worker.job_checkpoints import JobCheckpoints
 from nbelastic.worker.link_thread import OFFER_AT, LinkThread, StateHolder
 from nbelastic.worker.output_buffer import OutputBuffer
-from nbelastic.worker.own_errors import is_of_program
+from nbelastic.worker.own_errors import is_of_program, text_of
 from nbelastic.worker.process_group import Offer, world_collectives
 from nbelastic.worker.programs import Programs
 from nbelastic.worker.warm_up import WarmUp
@@ -341,7 +341,7 @@ class Session:
         assert group is not None
         machine, generation = self._protocol, group.generation
         own = is_of_program(error, self._groups)
-        raised = machine.raised(f"{type(error).__name__}: {error}", intact=own)
+        raised = machine.raised(f"{type(error).__name__}: {text_of(error)}", intact=own)
         while not machine.is_over(generation):
             self.link.send(raised)
             match self._receive(REPEAT):

@@ -69,12 +69,14 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def _commit() -> str:
-    """Of the checkout; of a copy without git, what the variable COMMIT says."""
+    """What the variable COMMIT says, for a copy whose git does not know; else that of the checkout."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
     try:
         command = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "")
+        return ""
 
 
 def _nvml() -> Iterator[tuple[str, Any]]:

@@ -71,6 +71,11 @@ def lose_in_each_place(bench: Bench, training: Training, places: tuple[str, ...]
         for _ in range(times):
             time.sleep(random.uniform(0.2, 0.5))
             lose(training, case, world, by_signal(training, signal.SIGKILL))
+    with bench.results.case("killed soon after a newcomer's first step") as case:
+        for _ in range(times):
+            training.wait_for_world(world, TIMEOUT)
+            time.sleep(random.uniform(0.0, 0.3))
+            lose(training, case, world, by_signal(training, signal.SIGKILL))
     with bench.results.case("stopped") as case:
         lose(training, case, world, by_signal(training, signal.SIGSTOP))
     for place in places:

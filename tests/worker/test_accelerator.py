@@ -9,11 +9,11 @@ from torch.distributed import PrefixStore
 
 from nbelastic.protocol.settings import NCCL_DEFAULTS
 from nbelastic.protocol.timeouts import Timeouts
-from nbelastic.worker.accelerator import Communicators
+from nbelastic.worker.accelerator import ABORT_TIMEOUT, Communicators
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import GPU_HANG_TIMEOUT
 from nbelastic.worker.next_generation import NextGeneration
-from nbelastic.worker.process_group import COMMUNICATOR_ABORT_TIMEOUT, TIMEOUT, Group, Offer
+from nbelastic.worker.process_group import TIMEOUT, Group, Offer
 from nbelastic.worker.threads import run_in_thread
 from tests.support.waiting import until
 from tests.worker.forming import formation, works
@@ -26,6 +26,7 @@ class FakeAccelerator:
 
     def __init__(self):
         self.calls, self.aborted, self.errors, self.make = [], [], {}, None
+        self.has_room = True
         self.connecting, self.may_connect = threading.Event(), threading.Event()
         self.may_connect.set()
 
@@ -35,6 +36,9 @@ class FakeAccelerator:
     def create(self, store, rank, size, options):
         self.calls.append(("create", threading.current_thread().name.split("_")[0]))
         return [len(self.calls)]
+
+    def make_room(self):
+        return self.has_room
 
     def connect(self, communicator, meet):
         meet()
@@ -155,7 +159,7 @@ def test_an_abort_reaches_members_that_wait_for_each_other(device):
 def test_an_abort_may_take_longer_than_connecting():
     """Torch's lock delays an abort until NCCL has connected or has given up: no worker may be ended before that."""
     longest = float(NCCL_DEFAULTS["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) + 1  # torch counts whole seconds
-    assert longest < min(COMMUNICATOR_ABORT_TIMEOUT, GPU_HANG_TIMEOUT) < Timeouts().recover
+    assert longest < min(ABORT_TIMEOUT, GPU_HANG_TIMEOUT) < Timeouts().recover
 
 
 def test_a_thread_that_was_abandoned_ends_what_it_makes(device):
@@ -186,21 +190,27 @@ def test_the_last_communicators_live_until_all_ranks_have_left(device):
     assert sorted(device.aborted) == [[1], [2], [3]]
 
 
-def test_new_communicators_connect_when_the_last_ones_are_aborted(device):
-    """A world broke: gloo's group of the next one is made beside NCCL's abort, and its communicator after that."""
-    groups, may_end, offer = Groups("127.0.0.1", lambda _: True), threading.Event(), Offer("127.0.0.1")
-    groups.accelerator, groups.present = device, formed(device)
-    device.abort = lambda _: may_end.wait()
-    groups.close()
-    groups.open(2)
-    building = groups.next.run(lambda: groups.present.prepare(formation(2, 1, offer), offer))
+@pytest.mark.parametrize("has_room", [True, False])
+def test_new_communicators_connect_beside_the_abort_of_the_last_ones(device, has_room):
+    """Two worlds broke in turn: the first one's abort must have ended, and without room also the second one's.
+
+    gloo's group is made beside all aborts.
+    """
+    groups, may_end = Groups("127.0.0.1", lambda _: True), {1: threading.Event(), 2: threading.Event()}
+    groups.accelerator, device.has_room = device, has_room
+    device.abort = lambda communicator: may_end[communicator[0]].wait()
+    for generation in (1, 2):
+        groups.present = formed(device, generation)
+        groups.close()
+    groups.open(3)
+    offer = Offer("127.0.0.1")
+    building = groups.next.run(lambda: groups.present.prepare(formation(3, 1, offer), offer))
     until(lambda: groups.present._listeners)
-    assert not wait((building,), 0.1).done
-    assert [call for call, _ in device.calls].count("create") == 1
-    may_end.set()
+    for number, is_awaited in ((1, True), (2, not has_room)):
+        assert bool(wait((building,), 0.1).not_done) is is_awaited
+        may_end[number].set()
     building.result(10)
-    assert [call for call, _ in device.calls].count("create") == 2
-    groups.close()
+    assert [call for call, _ in device.calls].count("create") == 3
 
 
 def test_an_error_that_no_call_raises_is_seen(device):

@@ -12,7 +12,15 @@ from nbelastic.worker import gpu_errors, own_errors
 from nbelastic.worker.session import Session
 
 ECC = RuntimeError("CUDA error: uncorrectable ECC error encountered")
-ASSERT = RuntimeError("CUDA error: device-side assert triggered")
+# What torch adds to each error of CUDA.
+ADVICE = """
+Search for `cudaError' in https://docs.nvidia.com/cuda/ for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+ASSERT = RuntimeError(f"CUDA error: device-side assert triggered{ADVICE}")
+ADDRESS = RuntimeError(f"CUDA error: an illegal memory access was encountered{ADVICE}")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,28 @@ def test_a_gpu_that_does_not_answer_is_lost(monkeypatch):
     assert gpu_errors.is_gpu_lost(threading.Event().wait)
 
 
+class Unreadable(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ADDRESS, "CUDA error: an illegal memory access was encountered"),
+        (
+            RuntimeError('Error(s) in loading state_dict:\n\tMissing key(s): "a".\n'),
+            'Error(s) in loading state_dict: Missing key(s): "a".',
+        ),
+        (ValueError(), ""),
+        (Unreadable(), "its text cannot be read: ZeroDivisionError"),
+    ],
+)
+def test_an_error_is_told_in_one_line(error, text):
+    """Without the advice that torch adds to each error of CUDA."""
+    assert own_errors.text_of(error) == text
+
+
 class Ended(BaseException):
     pass
 
@@ -50,6 +80,7 @@ class Ended(BaseException):
     [
         (ECC, True, GPU_LOST),
         (ECC, False, False),  # the GPU works: this was one call's error
+        (ADDRESS, True, GPU_LOST),
         (ASSERT, True, True),
         (RuntimeError("The size of tensor a must match"), True, False),
     ],
