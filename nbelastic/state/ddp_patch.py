@@ -1,4 +1,4 @@
-"""Makes DistributedDataParallel inside an elastic function without counting as a change of the tensors."""
+"""Changes DistributedDataParallel inside an elastic function: what an abort on a GPU leaves in its collectives is not used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,8 +22,11 @@ def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callabl
 
     It sends rank 0's values of any other module, into the live tensors. On an accelerator an abort leaves garbage there,
     and no error: then `check()` raises, and the tensors count as changed.
+
+    Before its second forward pass DDP sends rank 0's sizes of buckets. It allocates as many bytes as it has received: gigabytes, of
+    garbage. `check()` comes before that, and after an error of it.
     """
-    original = DistributedDataParallel.__init__
+    original, forward = DistributedDataParallel.__init__, DistributedDataParallel._pre_forward
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -34,11 +38,24 @@ def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callabl
             original(*given.args, **given.kwargs)
             check()
 
-    DistributedDataParallel.__init__ = patched
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(forward)
+    def before_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        may_rebuild = torch.is_grad_enabled() and not (ddp._has_rebuilt_buckets or ddp.find_unused_parameters)
+        if not may_rebuild:
+            return forward(ddp, *args, **kwargs)
+        check()
+        try:
+            return forward(ddp, *args, **kwargs)
+        except Exception:
+            check()
+            raise
+
+    DistributedDataParallel.__init__, DistributedDataParallel._pre_forward = patched, before_forward
     try:
         yield
     finally:
-        DistributedDataParallel.__init__ = original
+        DistributedDataParallel.__init__, DistributedDataParallel._pre_forward = original, forward
 
 
 def _is_in(contents: Contents, module: Any) -> bool:

@@ -25,6 +25,7 @@ from nbelastic.protocol.exit_codes import HUNG
 Make = Callable[[Any, int, int, Any], Any]  # a store, a rank, a size and options -> a communicator
 
 ABORT_TIMEOUT = 30.0  # seconds; NCCL takes up to a second, and longer with many kernels under way
+MOST_ABORTS = 2  # that may be under way while a new communicator connects
 MIN_FREE = 1 << 30  # bytes of GPU memory for one more communicator
 
 
@@ -168,11 +169,11 @@ class Communicators:
         return self._accelerator.backend
 
     def wait_for_earlier(self) -> None:
-        """Wait for the aborts of earlier worlds, but not for the last one's: NCCL takes 0.5 s and more to end its threads.
+        """Wait for the aborts of earlier worlds, but not for the last ones: NCCL takes 0.5 s and more to end its threads.
 
-        With too little memory wait for that one too, as it frees some.
+        With too little memory wait for those too, as they free some.
         """
-        must_end = self._earlier[:-1] if self._accelerator.make_room() else self._earlier
+        must_end = self._earlier[:-MOST_ABORTS] if self._accelerator.make_room() else self._earlier
         if not all(each.wait(ABORT_TIMEOUT) for each in must_end):
             os._exit(HUNG)  # no operation on this GPU will end in this process
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from nbelastic.worker import accelerator
-from nbelastic.worker.accelerator import Accelerator, Communicators
+from nbelastic.worker.accelerator import MOST_ABORTS, Accelerator, Communicators
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.next_generation import NextGeneration
@@ -33,9 +33,7 @@ class Groups:
         self.present: Group | None = None
         self.next = NextGeneration(address)
         self.accelerator: Accelerator | None = None  # of this job's groups, beside gloo
-        self._earlier: list[
-            Communicators
-        ] = []  # of the last two generations; other ranks may still need the last one's
+        self._earlier: list[Communicators] = []  # of the last generations; other ranks may need the last
         self._is_over = is_over
         self._closing: Group | None = None
         self._closing_since = 0.0
@@ -89,7 +87,7 @@ class Groups:
             self.end_last()
             left = self._closing.leave(others_may_wait=not (abort or self._is_over(self._closing.generation)))
             if left is not None:
-                self._earlier = [*self._earlier[-1:], left]
+                self._earlier = [*self._earlier[-MOST_ABORTS:], left]
             if self.uses_gpu:
                 gc.collect()  # DDP is part of a cycle, and holds as much GPU memory as the gradients
         self._closing = None

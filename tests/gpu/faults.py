@@ -17,8 +17,10 @@ from tests.process.training import Training, by_rank
 from tests.support.waiting import until
 
 PLACES = ("all-reduce", "backward", "step", "ddp")
-AT_THE_TOP = ("ddp", "split")  # of the function, which each generation calls
+AT_THE_TOP = ("ddp", "split", "rebuild")  # or near the top of the function, which each generation calls
 TIMEOUT = 40.0  # seconds in which a world is whole again
+LATE = 2.0  # seconds to the next step; after them the result says where the workers are
+MAX_STACK = 300  # last characters of each stack
 
 
 class Death(NamedTuple):
@@ -60,13 +62,13 @@ def with_nccl(bench: Bench) -> None:
     with bench.training(
         f"localhost:{world}", world, programs.train, options, groups=True, pause=0.01, **sizes
     ) as training:
-        lose_in_each_place(bench, training, (*PLACES, "split"), world)
+        lose_in_each_place(bench, training, (*PLACES, "rebuild", "split"), world)
         finish(bench, training)
 
 
 def lose_in_each_place(bench: Bench, training: Training, places: tuple[str, ...], world: int) -> None:
     """Kill ranks at random, stop one, and let one die in each place. The numbers are seconds to the next step."""
-    times = bench.choose(5, 2, 1)
+    times = bench.choose(3, 2, 1)
     with bench.results.case("killed at random") as case:
         for _ in range(times):
             time.sleep(random.uniform(0.2, 0.5))
@@ -93,6 +95,12 @@ def lose(training: Training, case: Case, world: int, death: Callable[[], Death])
         lines = (line for line in training.lines() if line["generation"] > lost.generation)
         return next((line for line in lines if line["t"] > lost.at), None)
 
+    def is_late() -> bool:
+        return time.time() - lost.at > LATE
+
+    until(lambda: training.job.done() or next_step() or is_late(), TIMEOUT)
+    if is_late():
+        case.note(**{f"late: {one.worker}": one.text.strip()[-MAX_STACK:] for one in training.cluster.stacks()})
     step = until(lambda: training.job.done() or next_step(), TIMEOUT, lambda: training.cluster.status().reason)
     assert not training.job.done(), training.job.exception()
     case.record("s", step["t"] - lost.at)

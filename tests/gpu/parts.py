@@ -52,7 +52,7 @@ PARTS = (
     Part("gpu-errors", "gpu_errors:run", 90, "assertions, illegal addresses and no memory on the GPU", _gloo),
     Part("reinits", "reinits:run", 60, "the group is made 200 times in one process: nothing grows", _gloo),
     Part("nccl-times", "nccl_times:run", 40, "init, first large collective and abort", _nccl_only),
-    Part("deaths", "faults:with_nccl", 120, "ranks killed in each place, and stopped", _ranks),
+    Part("deaths", "faults:with_nccl", 150, "ranks killed in each place, and stopped", _ranks),
     Part("newcomers", "newcomers:run", 70, "newcomers that die in init, and while they receive the state", _ranks),
     Part("changes", "changes:run", 80, "100 planned changes", _ranks),
     Part("sharded", "sharded:run", 60, "FSDP2: a rank is lost", _ranks),

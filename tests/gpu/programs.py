@@ -99,6 +99,7 @@ def train(
             die(folder, "ddp")
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
         filling = torch.ones(max(1, large << 18), device=device)
+        passes = 0
         while True:
             over = torch.tensor([float((Path(folder) / "finish").exists())], device=device)
             dist.all_reduce(over, dist.ReduceOp.MAX)
@@ -111,6 +112,9 @@ def train(
                 for name, fault in FAULTS.items():
                     if dies(folder, name, chosen=is_last()):
                         fault(device)
+                # Before its second pass DDP sends sizes of rank 0, and uses what it receives without a check.
+                if dies(folder, "rebuild", chosen=passes == 1 and nbe.size() > 1 and nbe.rank() == 0):
+                    die(folder, "rebuild")
                 loss = ddp(torch.randn(16, 64, device=device)).square().mean()
                 if dies(folder, "backward", chosen=is_last()):
                     model[0].weight.register_hook(lambda _: die(folder, "backward"))
@@ -119,6 +123,7 @@ def train(
                 optimizer.step()  # it waits for the GPU, and raises if a collective of this step was aborted
             if dies(folder, "step", chosen=is_last()):
                 die(folder, "step")
+            passes += 1
             done = count_step(state, log)
             ended = bool(over.item())
             state.commit()

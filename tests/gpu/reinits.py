@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import threading
+from collections import Counter
 from typing import Any
 
 import psutil
@@ -21,7 +23,7 @@ def run(bench: Bench) -> None:
     """Jobs one after the other; each forms a new group. On a GPU it is NCCL's, of one rank."""
     slots = 1 if bench.has_gpu else 2
     count = bench.choose(200, 200, SETTLE + 2 * WINDOW)
-    found: list[dict[str, int]] = []
+    found: list[dict[str, Any]] = []
     with bench.cluster(f"localhost:{slots}", min=slots, **bench.alone()) as cluster:
         while len(found) < count and bench.left > RESERVE:
             found.append(cluster.run(measure).result(timeout=30)[0])
@@ -32,10 +34,12 @@ def run(bench: Bench) -> None:
             first, last = (statistics.median(part) for part in (values[:WINDOW], values[-WINDOW:]))
             case.record("MB" if name in ("rss", "gpu") else "", first, last)
             case.note(rounds=len(found))
+            if name == "fds":
+                case.note(kinds=found[-1]["kinds"], kinds_before=found[SETTLE]["kinds"])
             assert last <= first * growth, f"from {first} to {last}"
 
 
-def measure() -> dict[str, int]:
+def measure() -> dict[str, Any]:
     """Form a group and make two steps; then what this process uses."""
     import torch
 
@@ -63,5 +67,15 @@ def measure() -> dict[str, int]:
         "rss": psutil.Process().memory_info().rss >> 20,
         "gpu": used >> 20,
         "fds": len(os.listdir("/proc/self/fd")),
+        "kinds": _kinds_of_descriptors(),
         "threads": len(os.listdir("/proc/self/task")) if device.type == "cuda" else threading.active_count(),
     }
+
+
+def _kinds_of_descriptors() -> dict[str, int]:
+    """How many there are of each kind: socket, pipe, or a path."""
+    kinds: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            kinds[os.readlink(f"/proc/self/fd/{fd}").split(":[")[0]] += 1
+    return dict(kinds)

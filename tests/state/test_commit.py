@@ -143,6 +143,58 @@ def test_a_model_with_more_than_the_state_has_is_sent_and_checked(group, begun):
     assert not state.clean
 
 
+def test_ddp_receives_no_sizes_in_a_world_that_is_over(group, begun):
+    """Its second pass receives the sizes of its buckets, and allocates what they say: that begins only in a whole world.
+
+    Once DDP has its buckets, nothing is checked any more.
+    """
+    model, optimizer = network()
+    state, calls = begun(TorchState(model=model, optimizer=optimizer)), []
+    over = False
+
+    def check():
+        calls.append(collectives())
+        if over:
+            raise WorldAborted
+
+    with wrapping(state, check):
+        ddp = nn.parallel.DistributedDataParallel(model)
+        step(ddp, optimizer)
+        over, before, calls = True, collectives(), []
+        with pytest.raises(WorldAborted):
+            step(ddp, optimizer)
+        assert calls == [before] == [collectives()]
+        over = False
+        step(ddp, optimizer)
+        calls = []
+        step(ddp, optimizer)
+        assert calls == []
+    del ddp
+
+
+@pytest.mark.parametrize("is_cut_off", [True, False])
+def test_an_error_that_garbage_has_caused(group, begun, monkeypatch, is_cut_off):
+    """DDP asks for the memory that an aborted collective names: the world is over, and the job goes on. Else it is DDP's own error."""
+    model, optimizer = network()
+    state, over = begun(TorchState(model=model, optimizer=optimizer)), False
+
+    def check():
+        if over:
+            raise WorldAborted
+
+    def forward(*_):
+        nonlocal over
+        over = is_cut_off
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_pre_forward", forward)
+    with wrapping(state, check):
+        ddp = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(WorldAborted if is_cut_off else torch.OutOfMemoryError):
+            ddp(torch.ones(2, 4))
+    del ddp
+
+
 def test_averaged_weights_updated_after_the_step_need_no_copies(group, begun):
     """An exponential moving average belongs to no optimizer, but no collective runs between its change and the commit."""
     model, optimizer = network()

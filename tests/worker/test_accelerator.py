@@ -192,25 +192,25 @@ def test_the_last_communicators_live_until_all_ranks_have_left(device):
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_new_communicators_connect_beside_the_abort_of_the_last_ones(device, has_room):
-    """Two worlds broke in turn: the first one's abort must have ended, and without room also the second one's.
+    """Three worlds broke in turn: the first one's abort must have ended, and without room also the later ones'.
 
     gloo's group is made beside all aborts.
     """
-    groups, may_end = Groups("127.0.0.1", lambda _: True), {1: threading.Event(), 2: threading.Event()}
+    groups, may_end = Groups("127.0.0.1", lambda _: True), {number: threading.Event() for number in (1, 2, 3)}
     groups.accelerator, device.has_room = device, has_room
     device.abort = lambda communicator: may_end[communicator[0]].wait()
-    for generation in (1, 2):
+    for generation in (1, 2, 3):
         groups.present = formed(device, generation)
         groups.close()
-    groups.open(3)
+    groups.open(4)
     offer = Offer("127.0.0.1")
-    building = groups.next.run(lambda: groups.present.prepare(formation(3, 1, offer), offer))
+    building = groups.next.run(lambda: groups.present.prepare(formation(4, 1, offer), offer))
     until(lambda: groups.present._listeners)
-    for number, is_awaited in ((1, True), (2, not has_room)):
+    for number, is_awaited in ((1, True), (2, not has_room), (3, not has_room)):
         assert bool(wait((building,), 0.1).not_done) is is_awaited
         may_end[number].set()
     building.result(10)
-    assert [call for call, _ in device.calls].count("create") == 3
+    assert [call for call, _ in device.calls].count("create") == 4
 
 
 def test_an_error_that_no_call_raises_is_seen(device):
