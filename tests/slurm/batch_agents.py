@@ -47,5 +47,14 @@ async def exit_code_of(observed):
     return code
 
 
-async def has_state(observed, state):
-    return await observed.agent.state() == state
+async def reach_state(observed, state):
+    """Wait until the job has this state. If it ends, the test fails with what the batch system has said."""
+    last = ""
+
+    async def is_reached():
+        nonlocal last
+        last = await observed.agent.state()
+        assert not observed.stops, observed.agent.output()
+        return last == state
+
+    await until(is_reached, what=lambda: f"{state!r}: the last state was {last!r}, jobs {observed.agent.job!r}")

@@ -15,7 +15,7 @@ from nbelastic.provision.ssh import TUNNELLED_AGENT
 from nbelastic.provision.tcp_proxy import TcpProxy
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
-from tests.slurm.batch_agents import TIMEOUT, ObservedAgent, exit_code_of, has_state, job_of, until
+from tests.slurm.batch_agents import TIMEOUT, ObservedAgent, exit_code_of, job_of, reach_state, until
 from tests.support.driver_lease import until_the_end
 
 
@@ -179,10 +179,10 @@ def test_a_queued_job(slurm, tmp_path, fake_program):
     async def story():
         first = ObservedAgent(tmp_path / "first", options="--nodes=2 --ntasks=2 --exclusive")
         first.start(python=fake_program("sleep 1000"))
-        await until(lambda: has_state(first, "running"))
+        await reach_state(first, "running")
         observed = ObservedAgent(tmp_path)
         observed.start(python=fake_program("sleep 1000"))
-        await until(lambda: has_state(observed, "queued (Resources)"))
+        await reach_state(observed, "queued (Resources)")
         observed.agent.kill()
         await until(lambda: slurm.jobs() == [job_of(first)])
         await until(lambda: observed.stops)
@@ -200,7 +200,7 @@ def test_a_job_that_an_administrator_cancels(slurm, tmp_path, fake_program):
     async def story():
         observed = ObservedAgent(tmp_path, options="--begin=now+1hour")
         observed.start(python=fake_program("sleep 1000"))
-        await until(lambda: has_state(observed, "queued (BeginTime)"))
+        await reach_state(observed, "queued (BeginTime)")
         slurm("scancel", job_of(observed))
         assert await exit_code_of(observed) == 1
         assert observed.agent.output() == f"Slurm job {job_of(observed)}: CANCELLED (BeginTime)"
@@ -270,7 +270,7 @@ def test_options(slurm, tmp_path, fake_program, options, shown):
     async def story():
         observed = ObservedAgent(tmp_path, **options)
         observed.start(python=fake_program("sleep 1000"))
-        await until(lambda: has_state(observed, "running"))
+        await reach_state(observed, "running")
         output = slurm("scontrol", "-d", "show", "job", job_of(observed))
         assert [each for each in shown if each not in output] == []
         observed.agent.kill()
@@ -309,11 +309,11 @@ def test_the_next_agent_of_a_host(slurm, tmp_path, fake_program):
     async def story():
         observed, second = ObservedAgent(tmp_path), ObservedAgent(tmp_path)
         observed.start(python=fake_program("echo first; sleep 1000", "first"))
-        await until(lambda: has_state(observed, "running"))
+        await reach_state(observed, "running")
         await until(lambda: observed.agent.output() == "first")
         second.start(python=fake_program("echo second; sleep 1000", "second"))
         observed.agent.kill()
-        await until(lambda: has_state(second, "running"))
+        await reach_state(second, "running")
         await until(lambda: slurm.jobs() == [job_of(second)])
         await until(lambda: second.agent.output() == "second")
         assert len(second.secret_files()) == 2
