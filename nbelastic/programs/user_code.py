@@ -11,7 +11,7 @@ import importlib
 import linecache
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -85,16 +85,17 @@ class UserCode:
             raise
 
 
-def own_modules(besides: Container[str]) -> dict[str, str]:
+def own_modules(besides: Iterable[str]) -> dict[str, str]:
     """The hashes of the modules that this process has imported and that are not of an installed package, by module.
 
-    `besides`: modules that are not the user's, wherever they lie: torch may be a checkout.
+    `besides`: modules whose packages are not the user's, wherever they lie: torch may be a checkout.
     """
+    others = {name.partition(".")[0] for name in besides}
     standard = os.path.dirname(os.__file__) + os.sep
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name in besides or not isinstance(file, str) or file.startswith(standard):
+        if name.partition(".")[0] in others or not isinstance(file, str) or file.startswith(standard):
             continue
         if not _is_installed(name, file):
             with contextlib.suppress(OSError):

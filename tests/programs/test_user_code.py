@@ -121,7 +121,7 @@ def test_modules_of_the_template_are_imported_again_if_they_have_changed(host, n
 
 
 def test_only_the_users_modules_are_imported_again(tmp_path, monkeypatch):
-    """Packages in a folder that `pip install --target` has made stay, and so does what the template itself has imported."""
+    """Packages in a folder that `pip install --target` has made stay, and so do those of which the template has imported a module."""
     monkeypatch.syspath_prepend(tmp_path)
     for package in ("nbeinstalled", "nbeinstalled/inner"):
         (tmp_path / package).mkdir()
@@ -130,6 +130,7 @@ def test_only_the_users_modules_are_imported_again(tmp_path, monkeypatch):
     run("import nbeinstalled.inner, nbefile", {})
     own = {"nbeinstalled", "nbeinstalled.inner", "nbefile"}
     assert own <= user_code.own_modules(()).keys()
+    assert own & user_code.own_modules({"nbefile", "nbeinstalled.other"}).keys() == set()
     assert own & user_code.own_modules({"nbefile"}).keys() == own - {"nbefile"}
     (tmp_path / "nbeinstalled-1.0.dist-info").mkdir()
     assert not own & user_code.own_modules(()).keys()
