@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
@@ -26,6 +28,14 @@ def is_host_lost(
         return True
     excuses = [seconds for seconds in (since_commit, since_cut_off) if seconds is not None]
     return min([silence, *excuses]) > most
+
+
+def is_cut_off(silences: Collection[float], *, quiet: float) -> bool:
+    """Whether the driver receives nothing from any host: all of them are silent for more than `quiet` seconds.
+
+    That is noticed before the first of them has been silent for so long that it would be lost, alone.
+    """
+    return min(silences, default=0.0) > quiet
 
 
 def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Commands) -> ClusterState:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.liveness import is_host_lost
+from nbelastic.core.liveness import is_cut_off, is_host_lost
 from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.clock import Clock
@@ -85,7 +85,7 @@ class Liveness:
         self._agents, self._workers, self._telemetry, self._clock = agents, workers, telemetry, clock
         self._cluster, self._post, self._record = cluster, post, record
         self._lease = settings.lease
-        self._is_cut_off = False  # nothing is received from any host
+        self._is_cut_off = False  # the event log says that nothing is received from any host
         self._cut_off_at: float | None = None  # when that was so last
         self._absent = 0.0  # seconds of absences of the driver so far
         self._unresponsive: set[WorkerId] = set()
@@ -135,11 +135,12 @@ class Liveness:
     def _check_own_network(self, silences: Mapping[str, float], now: float) -> None:
         """Note whether no host sends anything. Hosts of this machine need no network."""
         is_any_local = any(self._agents.has_local_agent(host) for host in silences)
-        if is_any_local or any(silence <= self._max_silence for silence in silences.values()):
+        quiet = min(self._max_silence, SILENT_HEARTBEATS * self._interval)
+        if is_any_local or not is_cut_off(silences.values(), quiet=quiet):
             self._is_cut_off = False
-        elif silences:
+        else:
             self._cut_off_at = now
-            if not self._is_cut_off:
+            if not self._is_cut_off and min(silences.values()) > self._max_silence:
                 self._is_cut_off = True
                 why = "the network of its machine may be down; hosts train on"
                 self._record(cmd.Record("driver-cut-off", f"the driver receives nothing from any host: {why}"))

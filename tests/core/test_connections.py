@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core.liveness import is_host_lost
+from nbelastic.core.liveness import is_cut_off, is_host_lost
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
@@ -152,3 +152,18 @@ def test_the_end_of_its_agent_is_a_loss_as_any():
 def test_when_silence_is_a_loss(silence, since_commit, since_cut_off, is_lost):
     """A silent host is lost after 10 s, unless a commit or the driver's own network explains it; after the lease always."""
     assert is_host_lost(silence, since_commit, since_cut_off, most=10.0, lease=900.0) is is_lost
+
+
+@pytest.mark.parametrize(
+    ("silences", "is_cut"),
+    [
+        ((), False),
+        ((10.3, 9.6), True),  # else the first one would be lost before the second one is silent for as long
+        ((3.1, 3.2), True),
+        ((10.3, 0.4), False),
+        ((10.3,), True),
+    ],
+)
+def test_when_the_driver_is_cut_off(silences, is_cut):
+    """All hosts are silent, though not for equally long: their messages come at different moments."""
+    assert is_cut_off(silences, quiet=3.0) is is_cut
