@@ -15,7 +15,7 @@ from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.protocol import requests
 from nbelastic.protocol.chaos import KINDS
 from nbelastic.protocol.report_history import ReportHistory
-from nbelastic.protocol.status import DriverFacts, EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
+from nbelastic.protocol.status import DriverFacts, EventRecord, HostStatus, Status, StepTimes, WorkerStack, WorkerStatus
 
 
 class ClusterView:
@@ -84,6 +84,19 @@ class ClusterView:
         """As `stacks`, but without waiting: `done(stacks)` is called in another thread, and must not block."""
         answer = self._link.running().request(requests.ShowStacks(timeout))
         answer.add_done_callback(lambda future: done([] if future.exception() else future.result()))
+
+    def step_times(self) -> StepTimes:
+        """How long each rank's steps took without waiting for others, over the last minutes: the slowest makes all wait.
+
+        They are measured every 5 s, on CPUs only.
+        """
+        times: StepTimes = self._link.ask(requests.ShowStepTimes(), None, "step times")
+        return times
+
+    def ask_step_times(self, done: Callable[[StepTimes | None], object]) -> None:
+        """As `step_times`, but without waiting: `done(times)` is called in another thread, and must not block."""
+        answer = self._link.running().request(requests.ShowStepTimes())
+        answer.add_done_callback(lambda future: done(None if future.exception() else future.result()))
 
     def chaos(
         self,

@@ -124,10 +124,9 @@ class RequestAnswers:
             case r.RequestFault():
                 future.set_result(self._faults.inject(request))
             case r.ShowStacks(timeout=timeout):
-                cluster = self._cluster()
-                if cluster.active_script is not None:
-                    raise UsageError("nbelastic cannot show the stacks of a script's workers: use py-spy.")
-                self._collect_stack_dumps(cluster, timeout, future)
+                self._collect_stack_dumps(timeout, future)
+            case r.ShowStepTimes():
+                future.set_result(self._telemetry.step_times.show(self._telemetry.slow_ranks.text))
             case r.MakeConnectionFile(host=host):
                 self._connection_files.create(host, future)
             case r.FindController(timeout=timeout):
@@ -213,7 +212,10 @@ class RequestAnswers:
                 return
         self._answer_after(change.event, future)
 
-    def _collect_stack_dumps(self, cluster: ClusterState, timeout: float, future: Future[Any]) -> None:
+    def _collect_stack_dumps(self, timeout: float, future: Future[Any]) -> None:
+        cluster = self._cluster()
+        if cluster.active_script is not None:
+            raise UsageError("nbelastic cannot show the stacks of a script's workers: use py-spy.")
         collect_stack_dumps(
             cluster,
             self._workers,

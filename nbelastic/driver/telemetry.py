@@ -12,6 +12,7 @@ from msgspec import Struct
 from nbelastic.core.replicas import differs_text
 from nbelastic.driver.replicas import Replicas
 from nbelastic.driver.slow_ranks import SlowRanks
+from nbelastic.driver.step_time_table import StepTimeTable
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.report_history import ReportHistory, ReportRows
@@ -124,6 +125,7 @@ class Telemetry(Struct):
     worlds: dict[int, tuple[WorkerId, ...]] = {}  # by generation, the members of the last ones that had copies
     replicas: Replicas = msgspec.field(default_factory=Replicas)
     slow_ranks: SlowRanks = msgspec.field(default_factory=SlowRanks)
+    step_times: StepTimeTable = msgspec.field(default_factory=StepTimeTable)
     steps_per_second: float | None = None
     failed_at: float | None = None
     step_rate: StepRate = msgspec.field(default_factory=StepRate)
@@ -227,6 +229,7 @@ class Telemetry(Struct):
         self.history = ReportHistory()
         self.copies, self.whole, self.worlds, self.checkpoint = {}, None, {}, None
         self.step_rate, self.replicas, self.slow_ranks = StepRate(), Replicas(), SlowRanks()
+        self.step_times = StepTimeTable()
 
     def measure_speed(self, now: float, commit: int) -> None:
         """Rank 0 has made this commit."""

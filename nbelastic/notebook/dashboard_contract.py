@@ -270,11 +270,15 @@ class StacksQuery(Query, tag="stacks"):
     """Where each rank is now."""
 
 
+class StepTimesQuery(Query, tag="step_times"):
+    """How long each rank's steps took without waiting for others."""
+
+
 class TraceQuery(Query, tag="trace"):
     """The cluster's events as a trace for Perfetto."""
 
 
-AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | ReportsQuery | StacksQuery | TraceQuery
+AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | ReportsQuery | StacksQuery | StepTimesQuery | TraceQuery
 
 
 # ---- Answers to queries, sent to all views
@@ -350,6 +354,22 @@ class StacksAnswer(TypedDict):
     silent: list[Writer]
 
 
+class StepTimesRow(NamedTuple):
+    """The times of a rank: milliseconds in each column, or null."""
+
+    worker: str
+    times: list[float | None]
+
+
+class StepTimesAnswer(TypedDict):
+    """`span`: seconds of one column, of which the last ends at `end`. `rows`: of each rank. `texts`: of the slow ones, by rank."""
+
+    span: float
+    end: float
+    rows: list[StepTimesRow]
+    texts: dict[str, str]
+
+
 class TraceAnswer(TypedDict):
     """`trace`: the content of a trace file."""
 
@@ -365,6 +385,7 @@ class Answers(TypedDict):
     logs: LogsAnswer
     reports: ReportsAnswer
     stacks: StacksAnswer
+    step_times: StepTimesAnswer
     trace: TraceAnswer
 
 
@@ -374,4 +395,4 @@ class Refusal(TypedDict):
     error: str
 
 
-AnyAnswer = Empty | HistoryAnswer | LogsAnswer | ReportsAnswer | StacksAnswer | TraceAnswer | Refusal
+AnyAnswer = Empty | HistoryAnswer | LogsAnswer | ReportsAnswer | StacksAnswer | StepTimesAnswer | TraceAnswer | Refusal

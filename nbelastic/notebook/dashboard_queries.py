@@ -22,6 +22,9 @@ from nbelastic.notebook.dashboard_contract import (
     StackGroup,
     StacksAnswer,
     StacksQuery,
+    StepTimesAnswer,
+    StepTimesQuery,
+    StepTimesRow,
     TraceQuery,
     Writer,
 )
@@ -29,7 +32,7 @@ from nbelastic.notebook.dashboard_state import event_entries, five_digits
 from nbelastic.notebook.log_folding import fold_lines, pack_lines
 from nbelastic.notebook.stack_groups import group_equal_stacks
 from nbelastic.protocol.report_history import PLACE
-from nbelastic.protocol.status import WorkerStack
+from nbelastic.protocol.status import StepTimes, WorkerStack
 
 if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
@@ -61,6 +64,8 @@ def answer_query(cluster: Cluster, query: AnyQuery, reply: Callable[[AnyAnswer],
             reply(_reports(cluster, version, count))
         case StacksQuery():
             cluster.ask_stacks(lambda stacks: reply(_stacks(stacks)))
+        case StepTimesQuery():
+            cluster.ask_step_times(lambda times: reply(_step_times(times)))
         case TraceQuery():
             reply({"trace": cluster.trace()})
         case _:
@@ -117,4 +122,18 @@ def _stacks(stacks: Iterable[WorkerStack]) -> StacksAnswer:
     return {
         "stacks": [group for group in groups if group["text"]],
         "silent": [pair for group in groups if not group["text"] for pair in group["workers"]],
+    }
+
+
+def _step_times(times: StepTimes | None) -> StepTimesAnswer:
+    if times is None:  # the driver does not answer
+        return {"span": 1.0, "end": 0.0, "rows": [], "texts": {}}
+    rows = [
+        StepTimesRow(rank.worker, [None if x is None else five_digits(x) for x in rank.times]) for rank in times.ranks
+    ]
+    return {
+        "span": times.span,
+        "end": times.end,
+        "rows": rows,
+        "texts": {str(r.rank): r.text for r in times.ranks if r.text},
     }

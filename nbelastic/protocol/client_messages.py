@@ -21,7 +21,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.report_history import ReportRows
 from nbelastic.protocol.requests import AnyRequest, ControllerFound, Piece
-from nbelastic.protocol.status import DriverFacts, EventRecord, Status, WorkerStack
+from nbelastic.protocol.status import DriverFacts, EventRecord, Status, StepTimes, WorkerStack
 
 SOCKET = "driver.sock"  # in the run folder
 LONGEST = 16 << 20  # bytes of a client's message
@@ -218,6 +218,6 @@ FROM_DRIVER = DriverHello | Part | Answer | Failed | Update | Stopped
 @cache
 def fingerprint() -> str:
     """The fingerprint of all messages of the socket. Versions with the same one understand each other."""
-    kinds = (FROM_CLIENT, FROM_DRIVER, AnyRequest, Status, ControllerFound, WorkerStack)
+    kinds = (FROM_CLIENT, FROM_DRIVER, AnyRequest, Status, ControllerFound, StepTimes, WorkerStack)
     schema = msgspec.json.schema_components(kinds, schema_hook=lambda _: {})
     return hashlib.sha256(msgspec.json.encode(schema, order="sorted")).hexdigest()[:16]

@@ -16,7 +16,7 @@ from nbelastic.protocol.chaos import FaultKind
 from nbelastic.protocol.host_sources import Source
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import Terms
-from nbelastic.protocol.status import Status, WorkerStack
+from nbelastic.protocol.status import Status, StepTimes, WorkerStack
 
 
 class Request(Struct, frozen=True, tag=True):
@@ -285,6 +285,10 @@ class ShowStacks(Request):
     timeout: float
 
 
+class ShowStepTimes(Request):
+    """Answer with the `StepTimes` of the last minutes."""
+
+
 class MakeConnectionFile(Request):
     """Answer with the path of a connection file for terminals of `host`; None: of the driver's machine."""
 
@@ -333,6 +337,7 @@ AnyRequest = (
     | RequestFault
     | DashboardAction
     | ShowStacks
+    | ShowStepTimes
     | MakeConnectionFile
     | FindController
     | Stop
@@ -349,7 +354,7 @@ def ignore_piece(_: Piece) -> None:
 
 # A client sends these again to the next driver if one dies before it answers: twice has the effect of once.
 REPEATABLE = (
-    *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController, PullState, SendCode),
+    *(WaitForStart, WaitForWorld, ShowStacks, ShowStepTimes, MakeConnectionFile, FindController, PullState, SendCode),
     *(AddHost, Scale, StopJob, SetDiscovery, Pause, Resume),
 )
 
@@ -364,6 +369,7 @@ ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is te
     Swap: SwapOutcome,
     Debug: DebuggerPrompt,
     ShowStacks: list[WorkerStack],
+    ShowStepTimes: StepTimes,
     FindController: ControllerFound,
 }
 

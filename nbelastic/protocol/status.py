@@ -170,6 +170,26 @@ class EventRecord:
 JOB_ENDS = ("job-succeeded", "job-failed", "job-stopped")  # kinds of records
 
 
+class RankStepTimes(Struct, frozen=True):
+    """How long a rank's steps took without waiting for others: milliseconds in each span of time, the newest last.
+
+    `times` has None where it did not report. `text`: what is said of it while it is slower than the others.
+    """
+
+    worker: str
+    rank: int
+    times: tuple[float | None, ...]
+    text: str = ""
+
+
+class StepTimes(Struct, frozen=True):
+    """The ranks of the world. Each of their times is of `span` seconds; the last span ends at `end`, in seconds since 1970."""
+
+    span: float
+    end: float
+    ranks: tuple[RankStepTimes, ...]
+
+
 class WorkerStack(Struct, frozen=True):
     """A worker's stack. `place`: the innermost frame in the user's code, as `train.py:88 in load`.
 

@@ -52,14 +52,14 @@ def test_nothing_is_cut_off(view, width, scheme, output_path):
     )
     view.page.locator(".nbe-chip").nth(1).click()
     view.page.locator(".nbe-log details").first.locator("summary").click()
-    for name in ("Timeline", "Logs", "Stacks"):
+    for name in ("Timeline", "Logs", "Step times", "Stacks"):
         panel(view, name)
         if name == "Stacks":
             button(view, "Stacks now").click()
             expect(view.page.locator(".nbe-stacks details")).to_have_count(2)
         if name == "Logs":
             expect(view.page.locator(".nbe-line")).to_have_count(1)
-        view.page.screenshot(path=f"{output_path}/{scheme}-{width}-{name.lower()}.png", full_page=True)
+        view.page.screenshot(path=f"{output_path}/{scheme}-{width}-{name}.png", full_page=True)
         parts = ".nbe, .nbe-board, .nbe-chip, .nbe-usage > span, .nbe-controls, .nbe-requests, .nbe-panel, .nbe-log, .nbe-lines, .nbe-detail td"
         cut = "nodes => nodes.filter((n) => n.scrollWidth > n.clientWidth + 1).map((n) => n.className)"
         assert view.page.locator(parts).evaluate_all(cut) == []
@@ -80,7 +80,7 @@ def test_the_view_is_accessible(view, theme, width):
     view.page.locator(".nbe-chip").nth(1).click()
     button(view, "Stop cluster").click()
     view.page.locator(".nbe-log details").first.locator("summary").click()
-    for name in ("Timeline", "Logs", "Stacks"):
+    for name in ("Timeline", "Logs", "Step times", "Stacks"):
         panel(view, name)
         if name == "Stacks":
             button(view, "Stacks now").click()

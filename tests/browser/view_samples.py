@@ -91,12 +91,25 @@ def reports(steps=400, *, version="v1", sizes=((1, 4), (150, 3), (170, 4), (320,
     return {"version": version, "start": 0, "names": names, "rows": rows}
 
 
+def step_times(ranks=4, columns=60, *, slow=2, since=40):
+    """One rank becomes slower; it is replaced on the way, and has no times meanwhile."""
+    rows = []
+    for rank in range(ranks):
+        times = [round(8 + math.sin(i * 7.1 + rank), 2) for i in range(columns)]
+        if rank == slow:
+            times[since - 4 : since] = [None] * 4
+            times[since:] = [time * 5 for time in times[since:]]
+        rows.append([f"gpu{1 + rank // 2}/{rank % 2}#1", times])
+    return {"span": 5, "end": NOW, "rows": rows, "texts": {str(slow): "is 5.0 times as slow as the others"}}
+
+
 NO_REPORTS = {"version": "", "start": 0, "names": [], "rows": []}
 ANSWERS = {
     "reports": NO_REPORTS,
     "hello": {},
     "history": {"events": HISTORY, "oldest": 1},
     "stacks": {"stacks": STACKS, "silent": WRITERS[3:]},
+    "step_times": step_times(),
     "trace": {"trace": {"traceEvents": [{"name": "form", "ph": "X"}]}},
 }
 

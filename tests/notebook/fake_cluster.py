@@ -18,7 +18,7 @@ from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.report_history import ReportHistory
 from nbelastic.protocol.requests import Piece
-from nbelastic.protocol.status import DriverFacts, EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
+from nbelastic.protocol.status import DriverFacts, EventRecord, HostStatus, Status, StepTimes, WorkerStack, WorkerStatus
 
 
 def merge(target: dict, patch: dict) -> dict:
@@ -84,6 +84,7 @@ class FakeCluster:
         self.setup_cells: dict[str, str] = {}
         self.history = ReportHistory()
         self.shown_stacks: list[WorkerStack] = []
+        self.shown_step_times: StepTimes | None = StepTimes(5.0, 100.0, ())
         self.subscribers: list[object] = []
         self.died = False
         self.driver = DriverFacts(4711, 1_753_000_000.0, 2, 3600.0, {"Python": "3.11.2", "torch": "2.13.0"})
@@ -218,6 +219,9 @@ class FakeCluster:
 
     def ask_stacks(self, done, timeout: float = 2.0) -> None:
         done(self.shown_stacks)
+
+    def ask_step_times(self, done) -> None:
+        done(self.shown_step_times)
 
     def report_history(self):
         return self.history

@@ -17,7 +17,7 @@ from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.dashboard_queries import MAX_LINES
 from nbelastic.notebook.dashboard_state import MAX_EVENTS
 from nbelastic.protocol.output_buffer import Line
-from nbelastic.protocol.status import EventRecord, WorkerStack
+from nbelastic.protocol.status import EventRecord, RankStepTimes, StepTimes, WorkerStack
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -63,6 +63,7 @@ def test_messages_have_the_types_of_the_contract(cluster, dashboard, replies):
     """The state, the answers to all queries, and the requests that a view may send."""
     cluster.run_cell("").lines = [("a/0#1", Line(1, "out", "a line", 0))]
     cluster.shown_stacks = [WorkerStack("a/0#1", 0, "train.py:9", "all_reduce"), WorkerStack("b/1#1", None, "", "")]
+    cluster.shown_step_times = StepTimes(5.0, 100.0, (RankStepTimes("a/0#1", 0, (8.0, None), "is slow"),))
     cluster.run_for_show()
     state = json.loads(json.dumps(dashboard.state))
     assert contract.KeyFrame.__annotations__.keys() == state.keys()
@@ -242,6 +243,23 @@ def test_a_view_asks_for_the_stacks(cluster, dashboard, replies):
         ],
         "silent": [("b/1#1", None)],
     }
+
+
+def test_a_view_asks_for_the_step_times(cluster, dashboard, replies):
+    """By rank, with what is said of a slow one. If the driver does not answer there are none."""
+    ranks = (RankStepTimes("a/0#1", 0, (8.123456, 7.0)), RankStepTimes("a/1#1", 1, (None, 74.0), "is 9 times as slow"))
+    cluster.shown_step_times = StepTimes(5.0, 100.0, ranks)
+    click(dashboard, {"ask": "step_times", "id": "t"})
+    assert replies.pop() == {
+        "reply": "t",
+        "span": 5.0,
+        "end": 100.0,
+        "rows": [("a/0#1", [8.1235, 7.0]), ("a/1#1", [None, 74.0])],
+        "texts": {"1": "is 9 times as slow"},
+    }
+    cluster.shown_step_times = None
+    click(dashboard, {"ask": "step_times", "id": "t"})
+    assert replies.pop()["rows"] == []
 
 
 def test_an_unknown_query_is_answered_with_an_error(dashboard, replies):

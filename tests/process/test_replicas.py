@@ -58,6 +58,9 @@ def test_a_slow_rank_is_named_with_its_line(make, tmp_path):
     assert (event.worker, "its data loader" in event.text) == (by_rank(cluster)[1].id, True), event.text
     assert "times as slow as the others" in event.text
     assert "times as slow" in by_rank(cluster)[1].reason
+    fast, slow, _ = cluster.step_times().ranks
+    assert (slow.rank, slow.worker, slow.text) == (1, event.worker, by_rank(cluster)[1].reason)
+    assert max(filter(None, slow.times)) > 2 * max(filter(None, fast.times))
     (training.folder / "fast").touch()
     until(lambda: not any(worker.reason for worker in cluster.workers), what="the rank to be fast again")
     (training.folder / "finish").touch()

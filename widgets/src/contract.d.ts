@@ -258,6 +258,11 @@ export interface StacksQuery extends Query {
   ask: "stacks";
 }
 
+/** How long each rank's steps took without waiting for others. */
+export interface StepTimesQuery extends Query {
+  ask: "step_times";
+}
+
 /** The cluster's events as a trace for Perfetto. */
 export interface TraceQuery extends Query {
   ask: "trace";
@@ -319,6 +324,17 @@ export interface StacksAnswer {
   silent: Writer[];
 }
 
+/** The times of a rank: milliseconds in each column, or null. */
+export type StepTimesRow = [worker: string, times: (number | null)[]];
+
+/** `span`: seconds of one column, of which the last ends at `end`. `rows`: of each rank. `texts`: of the slow ones, by rank. */
+export interface StepTimesAnswer {
+  span: number;
+  end: number;
+  rows: StepTimesRow[];
+  texts: Record<string, string>;
+}
+
 /** `trace`: the content of a trace file. */
 export interface TraceAnswer {
   trace: Record<string, any>;
@@ -332,6 +348,7 @@ export interface Answers {
   logs: LogsAnswer;
   reports: ReportsAnswer;
   stacks: StacksAnswer;
+  step_times: StepTimesAnswer;
   trace: TraceAnswer;
 }
 
@@ -342,6 +359,6 @@ export interface Refusal {
 
 export type AnyRequest = AddHost | RemoveHost | RestartWorker | Scale | PauseJob | ResumeJob | StopJob | StopCluster;
 
-export type AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | ReportsQuery | StacksQuery | TraceQuery;
+export type AnyQuery = HelloQuery | FrameQuery | HistoryQuery | LogsQuery | ReportsQuery | StacksQuery | StepTimesQuery | TraceQuery;
 
-export type AnyAnswer = Empty | HistoryAnswer | LogsAnswer | ReportsAnswer | StacksAnswer | TraceAnswer | Refusal;
+export type AnyAnswer = Empty | HistoryAnswer | LogsAnswer | ReportsAnswer | StacksAnswer | StepTimesAnswer | TraceAnswer | Refusal;

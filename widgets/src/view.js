@@ -12,6 +12,7 @@ import { Overview } from "./overview.js";
 import { RequestList } from "./request_list.js";
 import { Stacks } from "./stacks.js";
 import { currentState } from "./state.js";
+import { StepTimes } from "./step_times.js";
 import { Tabs } from "./tabs.js";
 import { Timeline } from "./timeline.js";
 import { Timers } from "./timers.js";
@@ -45,10 +46,12 @@ export class View {
     this.timeline = new Timeline(this.connection);
     this.logs = new Logs(this.connection, this.timers, () => this.inSight && !document.hidden);
     this.stacks = new Stacks(this.connection);
+    this.stepTimes = new StepTimes(this.connection);
     this.tabs = new Tabs(this.id(), [
       ["Timeline", this.timeline],
       ["Logs", this.logs],
       ["Stacks", this.stacks],
+      ["Step times", this.stepTimes],
     ]);
     this.problem = element("span", { role: "alert" }); // screen readers speak each change of its text
     this.age = element("span");
@@ -184,6 +187,7 @@ export class View {
     this.drawPart("requests", () => this.requests.draw(state.orders));
     this.drawPart("timeline", () => this.timeline.draw(state, now, closed));
     this.drawPart("stacks", () => this.stacks.draw(closed));
+    this.drawPart("step times", () => this.stepTimes.draw(closed));
   }
 
   /** Draw one part. If it fails, the other parts go on; the browser's console has the first error of each part. */
