@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from nbelastic.worker.error_text import text_of
 from nbelastic.worker.output_buffer import printable
-from nbelastic.worker.own_errors import text_of
 
 MAX_ERROR = 500  # characters of an error's text
 MAX_TRACEBACK = 100_000  # last characters of a traceback that are sent
@@ -18,9 +18,11 @@ def summary(error: BaseException) -> str:
         return f"SystemExit: the program called sys.exit({error.code!r})"
     module, name = type(error).__module__, type(error).__qualname__
     name = name if module in ("builtins", "__main__") else f"{module}.{name}"
-    message = str(error.msg) if isinstance(error, SyntaxError) else text_of(error)
+    message = str(error.msg or "") if isinstance(error, SyntaxError) else text_of(error)
     text = f"{name}: {message}" if message else name
-    return printable(text if len(text) < MAX_ERROR else f"{text[:MAX_ERROR]}…")
+    if len(text) > MAX_ERROR:  # the cause may stand at the end, as in an error of a DataLoader's worker
+        text = f"{text[: MAX_ERROR // 2]} … {text[-MAX_ERROR // 2 :]}"
+    return printable(text)
 
 
 def describe(error: BaseException) -> str:

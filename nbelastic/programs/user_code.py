@@ -106,9 +106,11 @@ def own_modules(besides: Iterable[str]) -> dict[str, str]:
 def _is_installed(name: str, file: str) -> bool:
     """Whether the module is of a package that pip has installed, also with `--target` into a folder of PYTHONPATH."""
     path = Path(file)
+    if INSTALLED.intersection(path.parts):  # a module may have another name than its file: requests.packages.urllib3
+        return True
     depth = name.count(".") + (path.stem == "__init__")
     folder = path.parents[min(depth, len(path.parents) - 1)]
-    return bool(INSTALLED.intersection(folder.parts)) or any(folder.glob("*.dist-info"))
+    return any(folder.glob("*.dist-info"))
 
 
 def _digests(code: Code) -> dict[str, str]:

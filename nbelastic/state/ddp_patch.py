@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbelastic.state.contents import Contents
 from nbelastic.state.tensor_snapshot import TensorSnapshot
+
+MOST_CHECKS = 100  # of one DDP: a program that reduces its gradients itself never has buckets made
 
 
 @contextlib.contextmanager
@@ -23,8 +26,8 @@ def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callabl
     It sends rank 0's values of any other module, into the live tensors. On an accelerator an abort leaves garbage there,
     and no error: then `check()` raises, and the tensors count as changed.
 
-    Before its second forward pass DDP sends rank 0's sizes of buckets. It allocates as many bytes as it has received: gigabytes, of
-    garbage. `check()` comes before that, and after an error of it.
+    Before an early forward pass, mostly its second, DDP sends rank 0's sizes of buckets, and allocates what it has received:
+    gigabytes, of garbage. `check()` comes before that, and after an error of it.
     """
     original, forward = DistributedDataParallel.__init__, DistributedDataParallel._pre_forward
     signature = inspect.signature(original)
@@ -38,24 +41,34 @@ def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callabl
             original(*given.args, **given.kwargs)
             check()
 
+    passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @functools.wraps(forward)
-    def before_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        may_rebuild = torch.is_grad_enabled() and not (ddp._has_rebuilt_buckets or ddp.find_unused_parameters)
-        if not may_rebuild:
-            return forward(ddp, *args, **kwargs)
-        check()
+    def checked(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        passes[ddp] = passes.get(ddp, 0) + 1
+        if passes[ddp] <= MOST_CHECKS:
+            check()
         try:
             return forward(ddp, *args, **kwargs)
         except Exception:
             check()
             raise
 
+    @functools.wraps(forward)
+    def before_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        return (checked if _may_rebuild(ddp) else forward)(ddp, *args, **kwargs)
+
     DistributedDataParallel.__init__, DistributedDataParallel._pre_forward = patched, before_forward
     try:
         yield
     finally:
         DistributedDataParallel.__init__, DistributedDataParallel._pre_forward = original, forward
+
+
+def _may_rebuild(ddp: Any) -> bool:
+    """Whether DDP may make its buckets anew before this pass: it does that once."""
+    is_done = ddp._has_rebuilt_buckets or ddp._use_python_reducer or ddp._delay_all_reduce_all_params
+    return torch.is_grad_enabled() and not is_done and (ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def _is_in(contents: Contents, module: Any) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -174,7 +175,9 @@ class Communicators:
         With too little memory wait for those too, as they free some.
         """
         must_end = self._earlier[:-MOST_ABORTS] if self._accelerator.make_room() else self._earlier
-        if not all(each.wait(ABORT_TIMEOUT) for each in must_end):
+        self._earlier = ()  # each holds those before it, with all their memory
+        end = time.monotonic() + ABORT_TIMEOUT
+        if not all(each.wait(max(0.0, end - time.monotonic())) for each in must_end):
             os._exit(HUNG)  # no operation on this GPU will end in this process
 
     def prepare(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -216,6 +219,7 @@ class Communicators:
 
     def abort(self) -> None:
         """Abort each in a thread of its own: an abort may wait for another communicator's. To be repeated."""
+        self._earlier = ()
         for communicator in [*self._made]:
             done: Future[None] = Future()
             if self._aborts.setdefault(id(communicator), done) is done:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import wait
 
+from nbelastic.worker.error_text import text_of
 from nbelastic.worker.threads import run_in_thread
 
 TIMEOUT = 10.0  # seconds for the synchronisations; a GPU with a fault may not answer
@@ -17,16 +18,19 @@ ASSERT = "device-side assert triggered"  # what the program itself has asserted 
 
 def is_gpu_error(error: BaseException) -> bool:
     """Whether torch, or Triton, raised this because of the GPU. Too little memory is not meant: the GPU works on."""
-    text = str(error).lower()
+    text = text_of(error).lower()
     return isinstance(error, RuntimeError) and any(one in text for one in TEXTS) and "out of memory" not in text
 
 
-def is_gpu_lost(synchronize: Callable[[], object]) -> bool:
-    """Whether the GPU fails, or does not answer, when this process waits for it twice."""
+def failure_of_gpu(synchronize: Callable[[], object]) -> str:
+    """How the GPU fails when this process waits for it twice; empty if it works."""
 
     def check() -> None:
         synchronize()
         synchronize()
 
     checking = run_in_thread(check)
-    return not wait((checking,), TIMEOUT).done or checking.exception() is not None
+    if not wait((checking,), TIMEOUT).done:
+        return f"it did not answer within {TIMEOUT:g} s"
+    failure = checking.exception()
+    return "" if failure is None else f"{type(failure).__name__}: {text_of(failure)}"

@@ -25,6 +25,7 @@ from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import protocol
 from nbelastic.worker.accelerator import accelerator_for
 from nbelastic.worker.cell_pieces import CellPieces
+from nbelastic.worker.error_text import text_of
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.hang_detector import REPEAT
@@ -33,7 +34,7 @@ from nbelastic.worker.interrupts import WorldAborted, WorldLeft
 from nbelastic.worker.job_checkpoints import JobCheckpoints
 from nbelastic.worker.link_thread import OFFER_AT, LinkThread, StateHolder
 from nbelastic.worker.output_buffer import OutputBuffer
-from nbelastic.worker.own_errors import is_of_program, text_of
+from nbelastic.worker.own_errors import is_of_program
 from nbelastic.worker.process_group import Offer, world_collectives
 from nbelastic.worker.programs import Programs
 from nbelastic.worker.warm_up import WarmUp

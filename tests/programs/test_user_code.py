@@ -136,6 +136,17 @@ def test_only_the_users_modules_are_imported_again(tmp_path, monkeypatch):
     assert not own & user_code.own_modules(()).keys()
 
 
+def test_an_alias_of_an_installed_module_is_not_the_users(tmp_path, monkeypatch):
+    """`requests.packages.urllib3` is a file of urllib3: its name is deeper than its folder."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    (folder / "nbealias.py").touch()
+    run("import nbealias", {})
+    monkeypatch.setitem(sys.modules, "nbeuser.packages.nbealias", sys.modules["nbealias"])
+    assert not {"nbealias", "nbeuser.packages.nbealias"} & user_code.own_modules(()).keys()
+
+
 def test_a_rejected_program_leaves_the_old_version(host, names):
     """The old program goes on with its own modules; one that was replaced does not come back."""
     code = UserCode(host.folder, {})

@@ -9,6 +9,7 @@ import torch
 
 from nbelastic.protocol.exit_codes import GPU_LOST
 from nbelastic.worker import gpu_errors, own_errors
+from nbelastic.worker.error_text import text_of
 from nbelastic.worker.session import Session
 
 ECC = RuntimeError("CUDA error: uncorrectable ECC error encountered")
@@ -20,7 +21,13 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """
 ASSERT = RuntimeError(f"CUDA error: device-side assert triggered{ADVICE}")
+LATER = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate")  # after a failed assertion
 ADDRESS = RuntimeError(f"CUDA error: an illegal memory access was encountered{ADVICE}")
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,7 @@ ADDRESS = RuntimeError(f"CUDA error: an illegal memory access was encountered{AD
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
         (RuntimeError("The size of tensor a must match"), False),
         (ValueError("CUDA error"), False),
+        (Unreadable(), False),
     ],
 )
 def test_errors_of_the_gpu(error, is_gpu_error):
@@ -46,12 +54,7 @@ def test_errors_of_the_gpu(error, is_gpu_error):
 
 def test_a_gpu_that_does_not_answer_is_lost(monkeypatch):
     monkeypatch.setattr(gpu_errors, "TIMEOUT", 0.01)
-    assert gpu_errors.is_gpu_lost(threading.Event().wait)
-
-
-class Unreadable(Exception):
-    def __str__(self):
-        raise ZeroDivisionError
+    assert gpu_errors.failure_of_gpu(threading.Event().wait) == "it did not answer within 0.01 s"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ class Unreadable(Exception):
 )
 def test_an_error_is_told_in_one_line(error, text):
     """Without the advice that torch adds to each error of CUDA."""
-    assert own_errors.text_of(error) == text
+    assert text_of(error) == text
 
 
 class Ended(BaseException):
@@ -82,6 +85,7 @@ class Ended(BaseException):
         (ECC, False, False),  # the GPU works: this was one call's error
         (ADDRESS, True, GPU_LOST),
         (ASSERT, True, True),
+        (LATER, True, True),
         (RuntimeError("The size of tensor a must match"), True, False),
     ],
 )
@@ -90,7 +94,7 @@ def test_a_worker_whose_gpu_fails_ends_itself(monkeypatch, error, fails, outcome
 
     def synchronize():
         if fails:
-            raise error
+            raise ASSERT if error is LATER else error
 
     def end(code):
         raise Ended(code)
