@@ -31,9 +31,9 @@ def is_host_lost(
 
 
 def is_cut_off(silences: Collection[float], *, quiet: float) -> bool:
-    """Whether the driver receives nothing from any host: all of them are silent for more than `quiet` seconds.
+    """Whether the driver receives nothing from any host that is up: all are silent for more than `quiet` seconds.
 
-    That is noticed before the first of them has been silent for so long that it would be lost, alone.
+    `quiet` is less than the silence after which a host is lost: that is to be noticed before the first one is lost.
     """
     return min(silences, default=0.0) > quiet
 

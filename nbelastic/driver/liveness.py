@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.liveness import is_cut_off, is_host_lost
-from nbelastic.core.state import ClusterState
+from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.telemetry import Telemetry
@@ -123,7 +123,8 @@ class Liveness:
             if self._agents.has_reconnected(host):
                 self._post(HostReconnected(host))
         silences = {host: self._agents.silence_of(host) for host in cluster.hosts}
-        self._check_own_network(silences, now)
+        up = [name for name, host in cluster.hosts.items() if host.phase in (HostPhase.UP, HostPhase.DRAINING)]
+        self._check_own_network({host: silences[host] for host in up}, now)
         training = {w.host for w in cluster.members} if cluster.phase == "running" else set()
         since_commit = self.stall_detector.since_commit(cluster.generation, now)
         since_cut_off = now - self._cut_off_at if self._cut_off_at is not None else None
@@ -133,9 +134,12 @@ class Liveness:
                 self._agents.lose(host, f"no message from it for {silence:.0f} s", silence)
 
     def _check_own_network(self, silences: Mapping[str, float], now: float) -> None:
-        """Note whether no host sends anything. Hosts of this machine need no network."""
+        """Note whether no host sends anything. Hosts of this machine need no network.
+
+        The last messages of hosts may lie a heartbeat apart, and so may two of these checks.
+        """
         is_any_local = any(self._agents.has_local_agent(host) for host in silences)
-        quiet = min(self._max_silence, SILENT_HEARTBEATS * self._interval)
+        quiet = self._max_silence - 2 * self._interval
         if is_any_local or not is_cut_off(silences.values(), quiet=quiet):
             self._is_cut_off = False
         else:

@@ -290,7 +290,7 @@ class ReceivedMessages:
         cluster = self._cluster()
         if not cluster.has_world or w not in cluster.member_set:
             return
-        self._telemetry.step_times.add(w, cluster.members, own.own, wall(now))
+        self._telemetry.step_times.add(w, cluster.members, own.generation, own.own, wall(now))
         if text := self._telemetry.slow_ranks.add(w, cluster.members, own, now):
             since = time.strftime("%H:%M", time.localtime(wall(self._telemetry.slow_ranks.since(w))))
             text = f"{rank_text(cluster, w)} {text}, since {since}"

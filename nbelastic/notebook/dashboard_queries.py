@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 400  # in one answer
 MAX_LINES = 2000  # of output in one answer, after equal lines of several workers were folded
+MAX_CELLS, LEAST_COLUMNS = 20_000, 24  # of step times in one answer, and of each rank
 MAX_LINES_TO_FOLD = 20_000  # so many that enough are left after folding equal lines of many ranks
 
 
@@ -65,7 +66,11 @@ def answer_query(cluster: Cluster, query: AnyQuery, reply: Callable[[AnyAnswer],
         case StacksQuery():
             cluster.ask_stacks(lambda stacks: reply(_stacks(stacks)))
         case StepTimesQuery():
-            cluster.ask_step_times(lambda times: reply(_step_times(times)))
+            cluster.ask_step_times(
+                lambda times: reply(
+                    _step_times(times) if times is not None else {"error": "the driver does not answer"}
+                )
+            )
         case TraceQuery():
             reply({"trace": cluster.trace()})
         case _:
@@ -125,11 +130,11 @@ def _stacks(stacks: Iterable[WorkerStack]) -> StacksAnswer:
     }
 
 
-def _step_times(times: StepTimes | None) -> StepTimesAnswer:
-    if times is None:  # the driver does not answer
-        return {"span": 1.0, "end": 0.0, "rows": [], "texts": {}}
+def _step_times(times: StepTimes) -> StepTimesAnswer:
+    columns = max(LEAST_COLUMNS, MAX_CELLS // max(1, len(times.ranks)))
     rows = [
-        StepTimesRow(rank.worker, [None if x is None else five_digits(x) for x in rank.times]) for rank in times.ranks
+        StepTimesRow(rank.worker, [None if x is None else five_digits(x) for x in rank.times[-columns:]])
+        for rank in times.ranks
     ]
     return {
         "span": times.span,

@@ -33,14 +33,14 @@ class Groups:
         self.present: Group | None = None
         self.next = NextGeneration(address)
         self.accelerator: Accelerator | None = None  # of this job's groups, beside gloo
-        self.earlier: list[Communicators] = []  # of the last generations; other ranks may need the last
+        self._earlier: list[Communicators] = []  # of the last generations; other ranks may need the last
         self._is_over = is_over
         self._closing: Group | None = None
         self._closing_since = 0.0
 
     def open(self, generation: int) -> None:
         """Take the group that was prepared for this generation, or a new one. From here on an abort reaches it."""
-        self.present = self.next.take(generation) or Group(generation, self.accelerator, self.earlier)
+        self.present = self.next.take(generation) or Group(generation, self.accelerator, self._earlier)
 
     def form(self, formation: Formation, offer: Offer) -> None:
         """Collective. Raises what torch raises, or WorldAborted."""
@@ -87,15 +87,15 @@ class Groups:
             self.end_last()
             left = self._closing.leave(others_may_wait=not (abort or self._is_over(self._closing.generation)))
             if left is not None:
-                self.earlier = [*self.earlier[-MOST_ABORTS:], left]
+                self._earlier = [*self._earlier[-MOST_ABORTS:], left]
             if self.uses_gpu:
                 gc.collect()  # DDP is part of a cycle, and holds as much GPU memory as the gradients
         self._closing = None
 
     def end_last(self) -> None:
         """All ranks have left the last generation: end its communicators, beside the training."""
-        if self.earlier:
-            self.earlier[-1].abort()
+        if self._earlier:
+            self._earlier[-1].abort()
 
     @property
     def uses_gpu(self) -> bool:

@@ -233,7 +233,7 @@ class LinkThread:
             error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:MAX_PREPARE_ERROR]
             self.link.send(ev.WorkerPrepared(self._worker, formation.generation, error))
 
-        self._groups.next.prepare(formation, accelerator_for(formation.backend), done, self._groups.earlier)
+        self._groups.next.prepare(formation, accelerator_for(formation.backend), done)
 
     def tick(self) -> float:
         """Do what is due; returns the seconds until the next tick."""

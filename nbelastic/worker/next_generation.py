@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from nbelastic.worker.accelerator import Accelerator, Communicators
+from nbelastic.worker.accelerator import Accelerator
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.process_group import Group, Offer
 
@@ -89,15 +89,11 @@ class NextGeneration:
         return self.offer
 
     def prepare(
-        self,
-        formation: Formation,
-        accelerator: Accelerator | None,
-        then: Callable[[Exception | None], object],
-        earlier: Sequence[Communicators] = (),
+        self, formation: Formation, accelerator: Accelerator | None, then: Callable[[Exception | None], object]
     ) -> None:
-        """Build the group of `formation`, and call `then` with the error, or None. `accelerator`, `earlier`: see `Group`."""
+        """Build the group of `formation`, and call `then` with the error, or None."""
         self._drop_unfinished()
-        group = Group(formation.generation, accelerator, earlier)
+        group = Group(formation.generation, accelerator)
         group.is_settled, self._aborted_at = False, 0.0
         self.group = group
 

@@ -246,7 +246,7 @@ def test_a_view_asks_for_the_stacks(cluster, dashboard, replies):
 
 
 def test_a_view_asks_for_the_step_times(cluster, dashboard, replies):
-    """By rank, with what is said of a slow one. If the driver does not answer there are none."""
+    """By rank, with what is said of a slow one. Of many ranks only the last minutes are sent."""
     ranks = (RankStepTimes("a/0#1", 0, (8.123456, 7.0)), RankStepTimes("a/1#1", 1, (None, 74.0), "is 9 times as slow"))
     cluster.shown_step_times = StepTimes(5.0, 100.0, ranks)
     click(dashboard, {"ask": "step_times", "id": "t"})
@@ -259,7 +259,12 @@ def test_a_view_asks_for_the_step_times(cluster, dashboard, replies):
     }
     cluster.shown_step_times = None
     click(dashboard, {"ask": "step_times", "id": "t"})
-    assert replies.pop()["rows"] == []
+    assert replies.pop()["error"] == "the driver does not answer"
+    cluster.shown_step_times = StepTimes(
+        5.0, 100.0, tuple(RankStepTimes(f"a/{i}#1", i, (1.0,) * 180) for i in range(512))
+    )
+    click(dashboard, {"ask": "step_times", "id": "t"})
+    assert [len(times) for _, times in replies.pop()["rows"]] == [39] * 512
 
 
 def test_an_unknown_query_is_answered_with_an_error(dashboard, replies):

@@ -1,6 +1,6 @@
 /** The panel *Step times*: how long each rank's steps take without waiting for others, as a heat map. */
 /** @import { Connection } from "./connection.js" */
-/** @import { StepTimesAnswer } from "./contract.js" */
+/** @import { KeyFrame, StepTimesAnswer } from "./contract.js" */
 import { element, setAttribute, setText } from "./dom.js";
 import { duration, milliseconds, plural, timeOfDay } from "./format.js";
 
@@ -9,48 +9,64 @@ const [LOWEST, HIGHEST, TALLEST] = [3, 16, 400]; // CSS pixels: of a row, and of
 const [NARROWEST, WIDEST] = [4, 14]; // CSS pixels of a column
 const LABELS = 34; // CSS pixels for the ranks' numbers, which low rows do not have
 const LABEL_HEIGHT = 10;
-const SLOW = 1.25; // times the median of the ranks
+const SLOW = 1.25; // times the median of the other ranks,
+const LEAST = 5; // and so many ms more
 const SLOWEST = 4; // so many times have the full colour
+const NONE = "No times yet. They come every 5 s while a job commits, and are measured on CPUs only.";
 
 /** @typedef {{left: number, first: number, width: number, height: number}} Grid `first`: the first column that is shown */
 
 const known = (/** @type {(number|null)[]} */ values) => /** @type {number[]} */ (values.filter((x) => x !== null));
 
-/** The median of each column. @param {StepTimesAnswer["rows"]} rows @returns {(number|null)[]} */
-export function mediansOf(rows) {
+/** The times of each column in order. @param {StepTimesAnswer["rows"]} rows @returns {number[][]} */
+export function sortedColumns(rows) {
   const columns = rows[0]?.[1].length ?? 0;
-  return [...Array(columns).keys()].map((i) => {
-    const sorted = known(rows.map(([, times]) => times[i])).sort((a, b) => a - b);
-    return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;
-  });
+  return [...Array(columns).keys()].map((i) => known(rows.map(([, times]) => times[i])).sort((a, b) => a - b));
+}
+
+/** The median of the ranks without the one of this time; null if it is the only one. @param {number[]} sorted @param {number} time */
+export function medianOfOthers(sorted, time) {
+  const count = sorted.length - 1;
+  if (count < 1) return null;
+  const other = (/** @type {number} */ i) => (time <= sorted[i] ? sorted[i + 1] : sorted[i]);
+  return (other((count - 1) >> 1) + other(count >> 1)) / 2;
+}
+
+/** How slow a rank is: 0 if it is about as fast as the others, 1 from four times their time on. @param {number} time @param {?number} median */
+export function slowness(time, median) {
+  if (median === null || time < median * SLOW || time < median + LEAST) return 0;
+  return median > 0 ? Math.min(1, Math.log2(time / median) / Math.log2(SLOWEST)) : 1;
 }
 
 export class StepTimes {
   constructor(/** @type {Connection} */ connection) {
     this.connection = connection;
-    this.isOpen = this.closed = false;
+    this.isOpen = this.closed = this.asking = this.isPointed = false;
+    /** @type {?KeyFrame} */
+    this.state = null;
     this.askedAt = -Infinity;
+    this.known = ""; // the job whose times are shown, and how it ended
     this.drawn = "";
     /** @type {StepTimesAnswer} */
     this.answer = { span: 1, end: 0, rows: [], texts: {} };
-    /** @type {(number|null)[]} */
-    this.medians = [];
+    /** @type {number[][]} */
+    this.columns = [];
     /** @type {Grid} */
     this.grid = { left: 0, first: 0, width: 1, height: 1 };
-    this.note = element("span", { class: "nbe-note" });
+    this.note = element("span", { class: "nbe-note" }, NONE);
     this.canvas = element("canvas");
     this.palette = element("i", { class: "nbe-palette", "aria-hidden": "true" });
-    this.box = element("div", { class: "nbe-heat", role: "img" }, this.canvas);
+    this.box = element("div", { class: "nbe-heat", role: "img", hidden: "" }, this.canvas);
     this.slow = element("ul");
     this.node = element("div", {}, element("div", { class: "nbe-bar" }, this.note), this.palette, this.box, this.slow);
-    this.canvas.addEventListener("pointermove", (event) => this.tell(event));
+    this.canvas.addEventListener("pointermove", (event) => this.describe(event));
     this.canvas.addEventListener("pointerleave", () => this.summarize());
   }
 
   open() {
     this.isOpen = true;
-    this.askedAt = -Infinity;
-    this.draw(this.closed);
+    this.known = "";
+    if (this.state) this.draw(this.state, this.closed);
   }
 
   close() {
@@ -58,24 +74,31 @@ export class StepTimes {
   }
 
   /** Called once per second, and at each change. */
-  draw(/** @type {boolean} */ closed) {
+  draw(/** @type {KeyFrame} */ state, /** @type {boolean} */ closed) {
+    this.state = state;
     this.closed = closed;
     if (!this.isOpen) return;
-    if (!closed && Date.now() - this.askedAt >= PERIOD) this.ask();
-    const looks = `${this.box.clientWidth}|${Object.values(this.colors())}`;
+    const job = `${state.job}|${state.outcome}`;
+    const isDue = job !== this.known || (state.job && !state.outcome && Date.now() - this.askedAt >= PERIOD);
+    if (isDue && !closed && !this.asking) this.ask(job);
+    const looks = `${this.box.clientWidth}|${window.devicePixelRatio}|${Object.values(this.colors())}`;
     if (looks !== this.drawn) this.paint();
     this.drawn = looks;
   }
 
-  ask() {
+  ask(/** @type {string} */ job) {
     this.askedAt = Date.now();
+    this.asking = true;
     this.connection.ask({ ask: "step_times" }, (answer) => {
-      if (answer.error !== undefined) return;
+      this.asking = false;
+      if (answer.error !== undefined) return setText(this.note, answer.error);
+      this.known = job;
       this.answer = answer;
-      this.medians = mediansOf(answer.rows);
+      this.columns = sortedColumns(answer.rows);
       this.paint();
-      this.summarize();
-      this.slow.replaceChildren(...Object.entries(answer.texts).map(([rank, text]) => element("li", {}, `rank ${rank} ${text}`)));
+      if (!this.isPointed) this.summarize();
+      const texts = Object.entries(answer.texts).map(([rank, text]) => element("li", {}, `rank ${rank} ${text}`));
+      this.slow.replaceChildren(...texts);
     });
   }
 
@@ -86,7 +109,7 @@ export class StepTimes {
 
   paint() {
     const { rows } = this.answer;
-    const columns = this.medians.length;
+    const columns = this.columns.length;
     this.box.hidden = !columns; // a hidden box has no width
     const height = Math.max(LOWEST, Math.min(HIGHEST, Math.floor(TALLEST / Math.max(1, rows.length))));
     const left = height >= LABEL_HEIGHT ? LABELS : 0;
@@ -102,20 +125,20 @@ export class StepTimes {
     const pen = this.canvas.getContext("2d");
     if (!pen) return;
     pen.scale(ratio, ratio);
-    rows.forEach(([, times], rank) => this.paintRow(pen, times, rank));
+    const colors = this.colors();
+    rows.forEach(([, times], rank) => this.paintRow(pen, times, rank, colors));
   }
 
-  paintRow(/** @type {CanvasRenderingContext2D} */ pen, /** @type {(number|null)[]} */ times, /** @type {number} */ rank) {
+  /** @param {CanvasRenderingContext2D} pen @param {(number|null)[]} times @param {number} rank @param {Record<string, string>} colors */
+  paintRow(pen, times, rank, colors) {
     const { left, first, width, height } = this.grid;
-    const colors = this.colors();
     const gap = height >= LABEL_HEIGHT ? 1 : 0;
     for (let i = first; i < times.length; i++) {
-      const [time, median] = [times[i], this.medians[i]];
-      if (time === null || median === null) continue;
-      const slower = median > 0 ? time / median : 1;
-      const strength = Math.min(1, Math.log2(Math.max(1, slower)) / Math.log2(SLOWEST));
-      pen.fillStyle = slower < SLOW ? colors.usual : colors.slow;
-      pen.globalAlpha = slower < SLOW ? 0.3 : 0.35 + 0.65 * strength;
+      const time = times[i];
+      if (time === null) continue;
+      const slow = slowness(time, medianOfOthers(this.columns[i], time));
+      pen.fillStyle = slow ? colors.slow : colors.usual;
+      pen.globalAlpha = slow ? 0.4 + 0.6 * slow : 0.25;
       pen.fillRect(left + (i - first) * width, rank * height, width - gap, height - gap);
     }
     if (!left) return;
@@ -128,34 +151,36 @@ export class StepTimes {
   }
 
   /** Say what is below the pointer. */
-  tell(/** @type {PointerEvent} */ event) {
+  describe(/** @type {PointerEvent} */ event) {
     const { left, first, width, height } = this.grid;
     const { rows, end, span } = this.answer;
     const rank = Math.floor(event.offsetY / height);
     const column = first + Math.floor((event.offsetX - left) / width);
     const [worker, times] = rows[rank] ?? ["", []];
-    const time = times[column];
-    const median = this.medians[column];
-    if (time === null || time === undefined || median === null || median === undefined) return this.summarize();
+    const time = event.offsetX < left ? null : times[column];
+    if (time === null || time === undefined) return this.summarize();
+    this.isPointed = true;
     const at = timeOfDay(end - (times.length - column) * span);
-    setText(this.note, `${at}: rank ${rank} (${worker}) ${milliseconds(time)} per step, median ${milliseconds(median)}`);
+    setText(this.note, `${at}: rank ${rank} (${worker}) ${milliseconds(time)} per step${this.comparison(column, time)}`);
+  }
+
+  comparison(/** @type {number} */ column, /** @type {number} */ time) {
+    const median = medianOfOthers(this.columns[column], time);
+    return median === null ? "" : `, the median of the others is ${milliseconds(median)}`;
   }
 
   summarize() {
+    this.isPointed = false;
     const { rows, span } = this.answer;
-    const text = this.medians.length
-      ? `Time per step in which a rank does not wait for others, ${plural(rows.length, "rank")} over ${duration(this.medians.length * span)}. ${this.slowest()}`
-      : "No times yet. They come every 5 s while a job commits, and are measured on CPUs only.";
-    setText(this.note, text);
-    setAttribute(this.box, "aria-label", text);
-  }
-
-  slowest() {
-    const { rows } = this.answer;
-    const last = this.medians.findLastIndex((median) => median !== null);
+    const last = this.columns.length - 1;
+    if (last < 0) return setText(this.note, NONE);
     const newest = rows.map(([, times]) => times[last]);
     const most = Math.max(...known(newest));
-    const rank = newest.indexOf(most);
-    return `Now the slowest is rank ${rank} with ${milliseconds(most)}, the median is ${milliseconds(this.medians[last] ?? 0)}.`;
+    const seconds = (this.columns.length - this.grid.first) * span;
+    const text =
+      `Time per step in which a rank does not wait for others, ${plural(rows.length, "rank")} over ${duration(seconds)}. ` +
+      `Now the slowest is rank ${newest.indexOf(most)} with ${milliseconds(most)}${this.comparison(last, most)}.`;
+    setText(this.note, text);
+    setAttribute(this.box, "aria-label", text);
   }
 }

@@ -187,7 +187,7 @@ export class View {
     this.drawPart("requests", () => this.requests.draw(state.orders));
     this.drawPart("timeline", () => this.timeline.draw(state, now, closed));
     this.drawPart("stacks", () => this.stacks.draw(closed));
-    this.drawPart("step times", () => this.stepTimes.draw(closed));
+    this.drawPart("step times", () => this.stepTimes.draw(state, closed));
   }
 
   /** Draw one part. If it fails, the other parts go on; the browser's console has the first error of each part. */
