@@ -60,17 +60,18 @@ class Environment:
     def _read(self, folder: Path) -> dict[str, Any] | None:
         if not (folder / READY).exists() or not is_private(folder.parent):
             return None
+        lock = -1
         with suppress(OSError):  # not every file system has locks: then none is removed either
-            lock = os.open(
-                lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )  # open while this process lives
+            lock = os.open(lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
             os.utime(lock)
         try:
             found: dict[str, Any] = json.loads((folder / READY).read_bytes())
         except FileNotFoundError:  # it was removed before the lock was held
+            if lock >= 0:
+                os.close(lock)
             return None
-        return found
+        return found  # the lock stays open while this process lives
 
     def begin(self) -> None:
         """Have another process make it. `check` says how far it is."""
@@ -140,11 +141,16 @@ def is_private(folder: Path) -> bool:
 
 
 def lock_of(folder: Path) -> Path:
-    """The file that is locked while an environment is made (exclusively) or used. OSError if there can be none."""
+    """The file that agents lock while they use an environment, so that none is removed. OSError if there can be none."""
     make_private(folder.parent)
     if not is_private(folder.parent):
         raise OSError(errno.EPERM, "it belongs to another user, or others can write to it", str(folder.parent))
     return folder.with_name(f"{folder.name}.lock")
+
+
+def making_lock_of(folder: Path) -> Path:
+    """The file that is locked while an environment is made. A lock for both would keep a maker that waits until all agents end."""
+    return lock_of(folder).with_suffix(".making")
 
 
 def installed_folders() -> list[str]:

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nbelastic.agent.environment import READY, installed_folders, lock_of
+from nbelastic.agent.environment import READY, installed_folders, making_lock_of
 from nbelastic.system.processes import die_with_parent
 
 UNUSED = 30 * 24 * 3600  # seconds after which an environment that no agent has used is removed
@@ -69,7 +69,7 @@ def _end(why: str) -> NoReturn:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Make this environment in one process at a time, also of other hosts with the same home folder."""
-    with open(lock_of(folder), "ab") as lock:
+    with open(making_lock_of(folder), "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -192,11 +192,14 @@ def _paths_in(folder: Path, python: str) -> list[str]:
 
 def remove_unused(folder: Path) -> None:
     """Remove environments that no agent has used for `UNUSED` seconds, and what killed makers have left of them."""
-    for file in folder.glob("*.lock"):
-        with suppress(OSError), open(file, "ab") as lock:
-            if time.time() - file.stat().st_mtime < UNUSED:
+    for file in folder.glob("*.making"):
+        used = file.with_suffix(".lock")
+        with suppress(OSError), open(file, "ab") as making, open(used, "ab") as using:
+            if time.time() - max(file.stat().st_mtime, used.stat().st_mtime) < UNUSED:
                 continue
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: an agent uses it
+            for lock in (making, using):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: an agent makes it, or uses it
             for path in (file.with_suffix(""), *folder.glob(f".{file.stem}-*")):
                 shutil.rmtree(path, ignore_errors=True)
             file.unlink()
+            used.unlink()

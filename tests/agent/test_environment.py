@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbelastic.agent import environment_maker
-from nbelastic.agent.environment import READY, Environment, environments_folder, lock_of, name_of
+from nbelastic.agent.environment import READY, Environment, environments_folder, lock_of, making_lock_of, name_of
 from tests.support.waiting import until
 from tests.support.wheels import make_wheel
 
@@ -77,7 +77,8 @@ def test_an_environment_has_the_hosts_packages_and_what_is_missing_there(wheels,
 
     assert words == ["there", psutil.__version__]
     assert in_it(environment, "import importlib.metadata as m; print(m.version('torch'), m.version('only-there'))")
-    assert sorted(os.listdir(cache)) == sorted([environment._folder.name, lock_of(environment._folder).name])
+    folder = environment._folder
+    assert sorted(os.listdir(cache)) == sorted(path.name for path in (folder, lock_of(folder), making_lock_of(folder)))
     sys.path[:] = settings  # another agent's
     again = Environment([*wheels, "only-there"])
     assert again.use()
@@ -103,7 +104,7 @@ def test_a_failure_has_uvs_words_and_leaves_nothing(wheels, cache):
     assert environment.text.startswith("uv: No solution found")
     assert "not-anywhere" in environment.text
     assert "\n" not in environment.text
-    assert os.listdir(cache) == [lock_of(environment._folder).name]
+    assert os.listdir(cache) == [making_lock_of(environment._folder).name]
 
 
 def test_without_uv_the_text_says_how_to_get_it(wheels, monkeypatch, tmp_path):
@@ -171,15 +172,36 @@ def test_a_maker_that_is_killed_leaves_no_environment_and_the_next_one_cleans_up
 
 
 def test_one_process_at_a_time_makes_an_environment(wheels, cache, settings, monkeypatch):
-    """A second agent waits for the first one's maker, and says so."""
+    """A second agent waits for the first one's maker, and says so. It does not wait until the first one has used the environment."""
+    monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
+    first, second = (Environment([*wheels, "only-there"]) for _ in range(2))
+    assert made(first), first.text
+    with open(making_lock_of(first._folder), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second.begin()
+        until(lambda: second.check() is None and second.text == "another agent makes it")
+    until(lambda: second.check() is not None)
+    assert second.is_ready
+
+
+def test_an_environment_that_was_removed_is_made_again(wheels, settings, monkeypatch):
+    """An agent that finds none does not keep others, or its own maker, from it."""
     monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
     environment = Environment([*wheels, "only-there"])
-    with open(lock_of(environment._folder), "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        environment.begin()
-        until(lambda: environment.check() is None and environment.text == "another agent makes it")
-    until(lambda: environment.check() is not None)
-    assert environment.is_ready
+    folder = environment._folder
+    lock_of(folder).touch()
+    folder.mkdir()
+    read = Path.read_bytes
+    (folder / READY).touch()
+
+    def removed(path):
+        monkeypatch.setattr(Path, "read_bytes", read)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", removed)
+    assert not environment.use()
+    with open(lock_of(folder), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_an_environment_that_no_one_has_used_for_long_is_removed(cache):
@@ -187,15 +209,22 @@ def test_an_environment_that_no_one_has_used_for_long_is_removed(cache):
     old, used, new = (cache / name for name in ("old", "used", "new"))
     for folder in (old, used, new, cache / ".old-left"):
         folder.mkdir(parents=True)
-    for folder in (old, used, new):
-        lock_of(folder).touch()
     past = time.time() - environment_maker.UNUSED - 60
-    os.utime(lock_of(old), (past, past))
-    os.utime(lock_of(used), (past, past))
+    for folder in (old, used, new):
+        for file in (lock_of(folder), making_lock_of(folder)):
+            file.touch()
+            os.utime(file, (past, past))
+    os.utime(lock_of(new))
     with open(lock_of(used), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         environment_maker.remove_unused(cache)
-    assert sorted(os.listdir(cache)) == ["new", "new.lock", "used", "used.lock"]
+    left = ["new", "new.lock", "new.making", "used", "used.lock", "used.making"]
+    assert sorted(os.listdir(cache)) == left
+    with open(making_lock_of(new), "ab") as lock:
+        os.utime(lock_of(new), (past, past))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        environment_maker.remove_unused(cache)  # now the used one goes, and the other one is being made
+    assert sorted(os.listdir(cache)) == left[:3]
 
 
 def test_use_counts_as_use(cache, settings):
