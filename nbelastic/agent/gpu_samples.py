@@ -1,4 +1,4 @@
-"""The host's GPUs: their ids, health, utilisation and memory, read with NVML, in the agent's process.
+"""The host's GPUs: their ids, health, use, memory and temperature, read with NVML, in the agent's process.
 
 NVML counts the processes of all users. The template, from which workers are forked, must not have loaded it. So it is
 imported with the first sample.
@@ -14,10 +14,10 @@ from typing import Any
 
 from nbelastic.agent.gpu_health import GpuHealth
 from nbelastic.protocol.ids import Gpu
+from nbelastic.protocol.status import GpuStatus
 from nbelastic.system.gpu_count import parse_visible
 
 MB = 1_000_000
-Sample = tuple[int, int, int]  # utilisation in percent, MB in use, MB in total
 
 
 class Gpus:
@@ -32,9 +32,9 @@ class Gpus:
         self._health: GpuHealth | None = None
         self.states: tuple[Gpu, ...] = ()  # when they were read last
         self._reader: threading.Thread | None = None
-        self._latest: tuple[Sample, ...] = ()
+        self._latest: tuple[GpuStatus, ...] = ()
 
-    def sample(self) -> tuple[Sample, ...]:
+    def sample(self) -> tuple[GpuStatus, ...]:
         """The sample that was read since the last call; begin to read the next one, in a thread.
 
         `()` at first, and while NVML does not answer: it takes seconds to load, and may hang if a GPU has a fault. The caller
@@ -71,14 +71,14 @@ class Gpus:
         """GPUs that run slower than they could, and why, when they were read last."""
         return self._health.throttled if self._health is not None else ()
 
-    def read(self) -> tuple[Sample, ...]:
+    def read(self) -> tuple[GpuStatus, ...]:
         """Read a sample of each visible GPU without a fault. Raises nothing, but may block."""
         if self._handles is None:
             self._nvml, self._handles = _load()
         nvml, found = self._nvml, []
-        for handle in self._handles.values():
+        for gpu, handle in self._handles.items():
             with contextlib.suppress(nvml.NVMLError):
-                found.append(_read(nvml, handle))
+                found.append(_read(nvml, gpu, handle))
         return tuple(found)
 
     def close(self) -> None:
@@ -156,10 +156,10 @@ def _handle(nvml: Any, entry: str) -> Any:
     return nvml.nvmlDeviceGetHandleByUUID(entry)  # of a slice of a GPU (MIG)
 
 
-def _read(nvml: Any, handle: Any) -> Sample:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    try:
+def _read(nvml: Any, gpu: str, handle: Any) -> GpuStatus:
+    memory, busy, temperature = nvml.nvmlDeviceGetMemoryInfo(handle), 0, None
+    with contextlib.suppress(nvml.NVMLError_NotSupported):  # NVML has no utilisation of a slice
         busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except nvml.NVMLError_NotSupported:  # NVML has no utilisation of a slice
-        busy = 0
-    return busy, int(memory.used) // MB, int(memory.total) // MB
+    with contextlib.suppress(nvml.NVMLError, AttributeError):  # nor its temperature; a GPU that is lost raises above
+        temperature = int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    return GpuStatus(gpu, busy, int(memory.used) // MB, int(memory.total) // MB, temperature)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from nbelastic.protocol.status import HostStatus, Status
+from nbelastic.protocol.status import Status
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 MEGABYTE = 1_000_000
@@ -85,17 +85,15 @@ def _hosts(text: Text, status: Status) -> None:
     add("host_cpu_ratio", "The used part of all cores.", cpu)
     add("host_memory_bytes", "Used memory.", {host.name: host.memory for host in hosts})
     add("host_memory_size_bytes", "Memory in total.", {host.name: host.memory_total for host in hosts})
-    text.add("gpu_utilization_ratio", "gauge", "Utilization of a GPU.", _gpus(hosts, 0, 0.01))
-    text.add("gpu_memory_bytes", "gauge", "Used memory of a GPU.", _gpus(hosts, 1, MEGABYTE))
-    text.add("gpu_memory_size_bytes", "gauge", "Memory of a GPU in total.", _gpus(hosts, 2, MEGABYTE))
-
-
-def _gpus(hosts: Iterable[HostStatus], field: int, factor: float) -> list[Sample]:
-    return [
-        ({"host": host.name, "gpu": str(number)}, gpu[field] * factor)
-        for host in hosts
-        for number, gpu in enumerate(host.gpus)
-    ]
+    gpus = [({"host": host.name, "gpu": str(n)}, gpu) for host in hosts for n, gpu in enumerate(host.gpus)]
+    busy: list[Sample] = [(labels, gpu.busy / 100) for labels, gpu in gpus]
+    text.add("gpu_utilization_ratio", "gauge", "Utilization of a GPU.", busy)
+    used: list[Sample] = [(labels, gpu.memory * MEGABYTE) for labels, gpu in gpus]
+    text.add("gpu_memory_bytes", "gauge", "Used memory of a GPU.", used)
+    sizes: list[Sample] = [(labels, gpu.memory_total * MEGABYTE) for labels, gpu in gpus]
+    text.add("gpu_memory_size_bytes", "gauge", "Memory of a GPU in total.", sizes)
+    heat: list[Sample] = [(labels, gpu.temperature) for labels, gpu in gpus]
+    text.add("gpu_temperature_celsius", "gauge", "Temperature of a GPU.", heat)
 
 
 def _workers(text: Text, status: Status) -> None:

@@ -147,6 +147,7 @@ def _workers(
                 memory,
                 behind,
                 _worker_copies(w, cluster, telemetry) if running and rank is not None else None,
+                worker.gpu,
             )
         )
     return tuple(rows)

@@ -16,7 +16,7 @@ from nbelastic.driver.step_time_table import StepTimeTable
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.report_history import ReportHistory, ReportRows
-from nbelastic.protocol.status import RequestStatus
+from nbelastic.protocol.status import GpuStatus, RequestStatus
 
 NAN = float("nan")
 BEHIND_TIME = 2.0  # seconds that others must have been ahead, because most workers report once a second
@@ -43,7 +43,7 @@ class HostSample(Struct, frozen=True):
     cpu: float
     memory: int
     memory_total: int
-    gpus: tuple[tuple[int, int, int], ...]
+    gpus: tuple[GpuStatus, ...]
     throttled: tuple[str, ...] = ()  # GPUs that run slower than they could, and why
 
 

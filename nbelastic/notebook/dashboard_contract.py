@@ -14,7 +14,10 @@ from msgspec import Struct
 
 
 class WorkerRow(NamedTuple):
-    """One worker. `behind`: commits that others have made and it has not. `cpu`: percent of one core. `memory`: MB."""
+    """One worker. `behind`: commits that others have made and it has not. `cpu`: percent of one core. `memory`: MB.
+
+    `gpu`: which of its host's `gpus` is its own, counted from 0.
+    """
 
     rank: int | None
     state: str
@@ -24,6 +27,16 @@ class WorkerRow(NamedTuple):
     cpu: int | None
     memory: int | None
     reason: str
+    gpu: int | None
+
+
+class Gpu(NamedTuple):
+    """One GPU. `busy`: percent of the time. `memory`: GB in use, of `memory_total`. `temperature`: °C."""
+
+    busy: int
+    memory: float
+    memory_total: float
+    temperature: int | None
 
 
 class WorkerCopies(NamedTuple):
@@ -42,9 +55,8 @@ class Host(TypedDict):
     """One host. `cpu`: percent of all cores. `memory`: MB in use of `memory_total`.
 
     `backoff_until`: seconds since 1970 at which its back-off ends, 0 if it is not in back-off. `slots_backoff_until`: the
-    same for each slot in back-off. `gpus`: for each GPU the percent in use, MB in use, and MB in total. `workers`: by
-    `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have. `ends_at`: seconds since 1970 at
-    which the host ends, if that was announced.
+    same for each slot in back-off. `workers`: by `slot#incarnation`, and so are `copies`, which only hosts with a sharded
+    model have. `ends_at`: seconds since 1970 at which the host ends, if that was announced.
     """
 
     address: str
@@ -55,7 +67,7 @@ class Host(TypedDict):
     cpu: int | None
     memory: int | None
     memory_total: int | None
-    gpus: list[list[int]]
+    gpus: list[Gpu]
     slots_backoff_until: dict[str, float]
     workers: dict[str, WorkerRow]
     copies: NotRequired[dict[str, WorkerCopies]]

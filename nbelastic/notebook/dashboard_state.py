@@ -19,6 +19,7 @@ from nbelastic.notebook.dashboard_contract import (
     Copies,
     Driver,
     Event,
+    Gpu,
     Host,
     Summary,
     WorkerCopies,
@@ -30,6 +31,7 @@ from nbelastic.protocol.status import (
     CopiesStatus,
     DriverFacts,
     EventRecord,
+    GpuStatus,
     HostStatus,
     Status,
     WorkerStatus,
@@ -89,10 +91,11 @@ def key_frame(
 ) -> ClusterView:
     """Return all that a view shows, except the time."""
     workers: dict[str, dict[str, WorkerRow]] = {host.name: {} for host in status.hosts}
+    gpus = {host.name: {gpu.id: number for number, gpu in enumerate(host.gpus)} for host in status.hosts}
     copies: dict[str, dict[str, WorkerCopies]] = {}
     for worker in status.workers:
         place = worker.id[len(worker.host) + 1 :]
-        workers.setdefault(worker.host, {})[place] = _worker(worker)
+        workers.setdefault(worker.host, {})[place] = _worker(worker, gpus.get(worker.host, {}))
         if worker.copies is not None:
             copies.setdefault(worker.host, {})[place] = _worker_copies(worker.copies)
     shown = events[-MAX_EVENTS:]
@@ -166,7 +169,7 @@ def _host(host: HostStatus, workers: dict[str, WorkerRow], copies: dict[str, Wor
         "cpu": None if host.cpu is None else round(host.cpu),
         "memory": _megabytes(host.memory),
         "memory_total": _megabytes(host.memory_total),
-        "gpus": [list(gpu) for gpu in host.gpus],
+        "gpus": [_gpu(gpu) for gpu in host.gpus],
         "slots_backoff_until": until,
         "workers": workers,
     }
@@ -177,10 +180,23 @@ def _host(host: HostStatus, workers: dict[str, WorkerRow], copies: dict[str, Wor
     return shown
 
 
-def _worker(worker: WorkerStatus) -> WorkerRow:
-    cpu = None if worker.cpu is None else round(worker.cpu)
-    memory = _megabytes(worker.memory)
-    return WorkerRow(worker.rank, worker.state, worker.behind, worker.restarts, worker.pid, cpu, memory, worker.reason)
+def _gpu(gpu: GpuStatus) -> Gpu:
+    """Round memory to what is shown, so that small variations are not sent."""
+    return Gpu(gpu.busy, round(gpu.memory / 1000, 1), round(gpu.memory_total / 1000, 1), gpu.temperature)
+
+
+def _worker(worker: WorkerStatus, gpus: Mapping[str, int]) -> WorkerRow:
+    return WorkerRow(
+        worker.rank,
+        worker.state,
+        worker.behind,
+        worker.restarts,
+        worker.pid,
+        None if worker.cpu is None else round(worker.cpu),
+        _megabytes(worker.memory),
+        worker.reason,
+        gpus.get(worker.gpu),
+    )
 
 
 def _copies(copies: CopiesStatus) -> Copies:

@@ -10,6 +10,7 @@ from nbelastic.protocol.chaos import FaultKind
 from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import Gpu, Interface, WorkerId
 from nbelastic.protocol.messages import Message, NewDriver, Rehome
+from nbelastic.protocol.status import GpuStatus
 
 
 class AgentHello(Message):
@@ -40,7 +41,7 @@ class AgentSample(Message):
     cpu: float  # percent of all cores together
     memory: int  # bytes in use
     workers: dict[str, tuple[float, int]]  # by `str(WorkerId)`: CPU in percent of one core, resident memory in bytes
-    gpus: tuple[tuple[int, int, int], ...] = ()  # per visible GPU: utilisation in percent, MB in use, MB in total
+    gpus: tuple[GpuStatus, ...] = ()  # visible ones without a fault
     memory_total: int = 0  # bytes
     blocked: dict[str, float] = {}  # seconds for which a worker's main thread is in uninterruptible sleep (state D)
     throttled: tuple[str, ...] = ()  # GPUs that run slower than they could, and why

@@ -17,11 +17,24 @@ class RequestStatus(Struct, frozen=True):
     why: str = ""
 
 
+class GpuStatus(Struct, frozen=True):
+    """A GPU, as NVML reports it. `busy`: percent of the time. `memory`: MB in use, of `memory_total`.
+
+    `temperature`: °C; None if NVML has none, as for a slice.
+    """
+
+    id: str
+    busy: int
+    memory: int
+    memory_total: int
+    temperature: int | None = None
+
+
 class HostStatus(Struct, frozen=True):
     """A host. `phase`: starting, up, backoff, draining, lost. `backoff_until`: seconds from now; 0.0: no back-off.
 
     `cpu`: percent of all cores together. `memory`: bytes in use, of `memory_total`. All three are None before the first
-    sample. `gpus`: per GPU, utilisation in percent, MB in use, MB in total. `slots_in_backoff`: remaining seconds by slot.
+    sample. `gpus`: those that the agent may use. `slots_in_backoff`: remaining seconds by slot.
     `ends_in`: seconds until a draining host ends; None: it was not announced.
     """
 
@@ -34,7 +47,7 @@ class HostStatus(Struct, frozen=True):
     cpu: float | None = None
     memory: int | None = None
     memory_total: int | None = None
-    gpus: tuple[tuple[int, int, int], ...] = ()
+    gpus: tuple[GpuStatus, ...] = ()
     slots_in_backoff: dict[int, float] = {}
     ends_in: float | None = None
 
@@ -56,7 +69,8 @@ class WorkerStatus(Struct, frozen=True):
     """A worker. `state`: starting, ready, running, succeeded, failed, lost, stopped. Outside a world its ranks are None.
 
     `step`: commits so far. `behind`: commits that other members have made for a second, and this one has not. `cpu`:
-    percent of one core. `memory`: resident bytes. `copies`: with a `ShardedState` only.
+    percent of one core. `memory`: resident bytes. `copies`: with a `ShardedState` only. `gpu`: the id of the only GPU that it
+    sees; empty if it was allotted none.
     """
 
     id: str
@@ -74,6 +88,7 @@ class WorkerStatus(Struct, frozen=True):
     memory: int | None = None
     behind: int = 0
     copies: WorkerCopies | None = None
+    gpu: str = ""
 
 
 class CopiesStatus(Struct, frozen=True):

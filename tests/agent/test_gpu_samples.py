@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.agent.gpu_samples import Gpus
+from nbelastic.protocol.status import GpuStatus
 from nbelastic.system.gpu_count import parse_visible
 
 
@@ -26,6 +27,7 @@ class FakeNvml:
 
     NVMLError = NVMLError
     NVMLError_NotSupported = NVMLErrorNotSupported
+    NVML_TEMPERATURE_GPU = 0
 
     def __init__(self, gpus=2, *, driver=True, lost=(), slices=()):
         self.gpus, self.driver, self.lost, self.slices = gpus, driver, set(lost), slices
@@ -50,7 +52,7 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, handle):
         if handle in self.lost:
             raise NVMLError("GPU is lost")
-        return f"GPU-{handle}{handle}{handle}-cafe"
+        return handle if handle in self.slices else f"GPU-{handle}{handle}{handle}-cafe"
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid not in self.slices:
@@ -68,8 +70,14 @@ class FakeNvml:
             raise NVMLErrorNotSupported("Not Supported")
         return SimpleNamespace(gpu=90 + handle)
 
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        if handle in self.slices:
+            raise NVMLErrorNotSupported("Not Supported")
+        return 70 + handle
 
-FIRST, SECOND = (90, 10_000, 80_000), (91, 20_000, 80_000)
+
+FIRST = GpuStatus("GPU-000-cafe", 90, 10_000, 80_000, 70)
+SECOND = GpuStatus("GPU-111-cafe", 91, 20_000, 80_000, 71)
 
 
 @pytest.fixture
@@ -85,8 +93,8 @@ def machine(monkeypatch):
     return become
 
 
-def test_a_sample_has_utilisation_and_memory_of_each_gpu(machine):
-    """Percent, MB in use, MB in total. NVML is loaded once and shut down once."""
+def test_a_sample_has_use_memory_and_temperature_of_each_gpu(machine):
+    """Percent, MB in use, MB in total, °C. NVML is loaded once and shut down once."""
     fake, gpus = machine(), Gpus()
     assert gpus.read() == (FIRST, SECOND)
     assert gpus.read() == (FIRST, SECOND)
@@ -141,7 +149,7 @@ def test_without_the_library_samples_are_empty(machine, monkeypatch):
         ("GPU-111-cafe", (SECOND,)),
         ("GPU-1,GPU-0", (SECOND, FIRST)),
         ("GPU-feed,0", (FIRST,)),
-        ("MIG-a,0", ((0, 5_000, 80_000), FIRST)),
+        ("MIG-a,0", (GpuStatus("MIG-a", 0, 5_000, 80_000), FIRST)),
     ],
 )
 def test_only_visible_gpus_are_sampled(machine, monkeypatch, visible, found):

@@ -16,7 +16,7 @@ import nbelastic as nbe
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.dashboard_state import DashboardState
 from nbelastic.protocol.report_history import ReportHistory
-from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.protocol.status import EventRecord, GpuStatus, HostStatus, Status, WorkerStatus
 from tests.benchmarks import recovery
 from tests.benchmarks.recovery import Cases, training
 from tests.support.processes import driver_pid
@@ -73,7 +73,7 @@ def wide(step: int) -> Status:
             50.0 + (h + step) % 9,
             2 * 10**11,
             5 * 10**11,
-            ((97, 71_000, 81_559),) * SLOTS,
+            tuple(GpuStatus(f"GPU-{s}", 97, 71_000, 81_559, 71) for s in range(SLOTS)),
         )
         for h in range(HOSTS)
     )
@@ -92,6 +92,7 @@ def wide(step: int) -> Status:
             "",
             95.0 + (h + s + step) % 10,
             9 * 10**9,
+            gpu=f"GPU-{s}",
         )
         for h, host in enumerate(hosts)
         for s in range(SLOTS)

@@ -66,8 +66,10 @@ def long_history() -> dict[str, object]:
 
 def large(browser, count: int = 40) -> None:
     """Print the times between frames, and of drawing."""
-    gpus = [[97, 71_000, 81_559]] * 8
-    hosts = {f"gpu-{h:03}": samples.host([samples.worker(8 * h + s) for s in range(8)], gpus=gpus) for h in range(64)}
+    gpus = [[97, 71.0, 81.6, 71]] * 8
+    hosts = {
+        f"gpu-{h:03}": samples.host([samples.worker(8 * h + s, gpu=s) for s in range(8)], gpus=gpus) for h in range(64)
+    }
     page = browser.new_page(viewport={"width": 1200, "height": 900})
     report = {"loss": 0.1, "accuracy": 1.0, "lr": 0.1}
     first = samples.state(hosts=hosts, step=100_000, world_size=512, report=report)

@@ -79,9 +79,26 @@ def test_gpus_have_a_column_only_if_a_host_has_one(view):
     """It shows the use and memory of all GPUs of a host."""
     view.open(state())
     expect(view.page.get_by_role("columnheader", name="GPU")).to_have_count(0)
-    view.patch(hosts={"gpu1": {"gpus": [[90, 60_000, 80_000], [80, 60_000, 80_000]]}})
+    view.patch(hosts={"gpu1": {"gpus": [[90, 60.0, 80.0, 71], [80, 60.0, 80.0, None]]}})
     expect(view.page.get_by_role("columnheader", name="GPU")).to_be_visible()
     expect(view.page.get_by_role("cell", name="85 % 120 / 160 GB")).to_be_visible()
+
+
+def test_a_slot_shows_its_own_gpu(view):
+    """In it how busy the GPU is; in its details also the memory and temperature. Another GPU of the host is not there."""
+    gpus = [[11, 1.0, 80.0, 40], [93, 61.0, 80.0, 71]]
+    view.open(state(hosts={"gpu1": host([worker(0, gpu=1), worker(1)], gpus=gpus)}))
+    chip = view.page.locator(".nbe-chip").first
+    expect(chip).to_contain_text("GPU 93 %")
+    chip.click()
+    detail = view.page.locator(".nbe-detail")
+    expect(detail).to_contain_text("GPU 1 of the host93 %, 61.0 / 80.0 GB, 71 °C")
+    expect(detail).not_to_contain_text("GPU 0")
+    view.patch(hosts={"gpu1": {"gpus": [gpus[0]], "workers": {"0#1": worker(0)}}})
+    expect(detail).not_to_contain_text("GPU")
+    view.page.locator(".nbe-chip").nth(1).click()
+    expect(view.page.locator(".nbe-detail")).to_contain_text("Process")
+    expect(view.page.locator(".nbe-detail")).not_to_contain_text("GPU")
 
 
 def test_a_change_is_highlighted_for_a_moment(view):
@@ -184,7 +201,8 @@ def test_keys_in_the_view_are_not_the_notebooks_shortcuts(view):
 def test_a_large_cluster_is_drawn_correctly(view, record_property):
     """64 hosts with 8 slots each and 40 updates in a row: each is shown. The cost is recorded, not asserted."""
     rows = {
-        f"node{i:02}": host([worker(i * 8 + j) for j in range(8)], gpus=[[90, 70_000, 80_000]] * 8) for i in range(64)
+        f"node{i:02}": host([worker(i * 8 + j, gpu=j) for j in range(8)], gpus=[[90, 70.0, 80.0, 71]] * 8)
+        for i in range(64)
     }
     view.page.set_viewport_size({"width": 1600, "height": 1000})
     view.open(state(hosts=rows, world_size=512, max=512), ANSWERS)

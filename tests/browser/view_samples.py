@@ -9,8 +9,8 @@ VERSIONS = {"Python": "3.11.2", "nbelastic": "0.1.0", "torch": "2.13.0+cpu", "ip
 CHANGE = {"detect": 3.2, "abort": 12.4, "form": 29.0, "sync": 4.5, "first step": 18.1, "all": 71.2}
 
 
-def worker(rank=None, state="running", behind=0, restarts=0, pid=4711, cpu=97, memory=320, reason=""):
-    return [rank, state, behind, restarts, pid, cpu, memory, reason]
+def worker(rank=None, state="running", behind=0, restarts=0, pid=4711, cpu=97, memory=320, reason="", gpu=None):
+    return [rank, state, behind, restarts, pid, cpu, memory, reason, gpu]
 
 
 def host(workers, slots=None, **more):
@@ -128,8 +128,8 @@ def crowd():
     slots = {"0#1": worker(3), "1#2": worker(None, "ready", restarts=1), "2#1": worker(None, "lost", reason="signal 9")}
     hosts = {
         "localhost": host(
-            [worker(0), worker(1, behind=3), worker(2), worker(None, "starting")],
-            gpus=[[93, 61_000, 80_000]],
+            [worker(0, gpu=0), worker(1, behind=3), worker(2), worker(None, "starting")],
+            gpus=[[93, 61.0, 80.0, 71]],
             copies={"1#1": [1240, [f"{long}/0", "gpu3/1"], [f"{long}/0", "gpu3/1"], True]},
         ),
         long: host(

@@ -66,6 +66,7 @@ PURE = [
             "code_messages",
             "node_messages",
             "rank_reports",
+            "status",
             "worker_messages",
         )
     ),

@@ -18,6 +18,7 @@ from nbelastic.protocol import (
     messages,
     node_messages,
     rank_reports,
+    status,
     worker_messages,
 )
 from nbelastic.protocol import events as ev
@@ -66,7 +67,11 @@ FILL = {
     ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None: ev.WorkerRaised(
         W, 7, intact=True, error="ValueError: no"
     ),
-    tuple[tuple[int, int, int], ...]: ((0, 97, 1 << 33), (1, 0, 1 << 20)),
+    tuple[tuple[int, int, int], ...]: ((3, 0, 7), (9, 4, 1)),
+    tuple[status.GpuStatus, ...]: (
+        status.GpuStatus("GPU-1a", 97, 71_000, 81_559, 71),
+        status.GpuStatus("MIG-2", 0, 1, 2),
+    ),
     cmd.FormWorld: cmd.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
     sev.Terms: sev.Terms(2, 4, 9.0),
     Limits: Limits(2, 9, timeouts=Timeouts(node=3.0)),

@@ -14,7 +14,7 @@ import nbelastic as nbe
 from nbelastic.core import commands as cmd
 from nbelastic.driver import metrics_server
 from nbelastic.driver.metrics import metrics
-from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
+from nbelastic.protocol.status import GpuStatus, HostStatus, Status, WorkerStatus
 from nbelastic.system.ports import random_ports
 from nbelastic.system.private_sockets import bind_in
 from tests.driver.raw_client import in_driver
@@ -49,7 +49,18 @@ def status(**more):
         for slot, rank, state in ((0, 0, "running"), (1, None, "starting"))
     )
     hosts = (
-        HostStatus("a", "127.0.0.1", 2, "up", "", 0.0, 50.0, 10, 100, ((30, 2, 8), (0, 0, 8))),
+        HostStatus(
+            "a",
+            "127.0.0.1",
+            2,
+            "up",
+            "",
+            0.0,
+            50.0,
+            10,
+            100,
+            (GpuStatus("GPU-a", 30, 2, 8, 71), GpuStatus("MIG-b", 0, 0, 8)),
+        ),
         HostStatus('odd "\\\n', "", 1, "starting", "", 0.0),
     )
     given = {"job": "job-1", "outcome": "", "step": 7, "report": {"loss": float("nan"), "note": "text"}, **more}
@@ -70,6 +81,7 @@ def test_the_text_has_the_clusters_figures():
         '{host="a",state="running"}': 1,
         '{host="a",state="starting"}': 1,
     }
+    assert found["nbelastic_gpu_temperature_celsius"] == {'{host="a",gpu="0"}': 71}, "a slice has no temperature"
     assert found["nbelastic_gpu_memory_bytes"] == {'{host="a",gpu="0"}': 2e6, '{host="a",gpu="1"}': 0}
     assert found["nbelastic_worker_rank"] == {'{host="a",slot="0"}': 0}
     assert found["nbelastic_slot_restarts"] == {'{host="a",slot="0"}': 0, '{host="a",slot="1"}': 1}

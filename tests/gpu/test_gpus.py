@@ -19,8 +19,9 @@ def test_a_gpu_tells_how_busy_and_how_full_it_is():
         assert len(before) == torch.cuda.device_count()
         held = torch.zeros(500_000_000, dtype=torch.uint8, device="cuda")
         after = gpus.read()
-        assert after[0][1] >= before[0][1] + 450
-        assert all(0 <= busy <= 100 and 0 < used <= total for busy, used, total in after)
+        assert after[0].memory >= before[0].memory + 450
+        assert all(0 <= gpu.busy <= 100 and 0 < gpu.memory <= gpu.memory_total for gpu in after)
+        assert all(gpu.temperature is None or 0 < gpu.temperature < 150 for gpu in after)
         del held
     finally:
         gpus.close()

@@ -13,6 +13,7 @@ from nbelastic.notebook.dashboard_state import DashboardState, key_frame, merge_
 from nbelastic.protocol.status import (
     CopiesStatus,
     EventRecord,
+    GpuStatus,
     HostStatus,
     RequestStatus,
     Status,
@@ -40,16 +41,16 @@ def test_a_patch_turns_the_old_state_into_the_new_one(old, new):
     assert merge_patch(new, new) == {}
 
 
+GPUS = tuple(GpuStatus(f"GPU-{n}", 97, 71_000, 81_559, 71) for n in range(8))
+
+
 def large(hosts=64, slots=8, step=0):
     """A cluster with eight GPUs per host, in the middle of a long training, with names of usual length."""
     rows = [
         HostStatus(f"gpu-node-{h:03}", f"10.20.30.{h}", slots, "up", "", 0.0, 55.5, 200_000_000_000, 512_000_000_000)
         for h in range(hosts)
     ]
-    rows = [
-        HostStatus(*(getattr(row, name) for name in row.__struct_fields__[:9]), gpus=((97, 71_000, 81_559),) * slots)
-        for row in rows
-    ]
+    rows = [HostStatus(*(getattr(row, name) for name in row.__struct_fields__[:9]), gpus=GPUS[:slots]) for row in rows]
     workers = [
         WorkerStatus(
             f"{row.name}/{s}#3",
@@ -65,6 +66,7 @@ def large(hosts=64, slots=8, step=0):
             "",
             101.5,
             9e9,
+            gpu=f"GPU-{s}",
         )
         for h, row in enumerate(rows)
         for s in range(slots)

@@ -12,6 +12,7 @@ import pytest
 import nbelastic as nbe
 from tests.support.waiting import until
 
+HEAT = [("GPU-a", 71), ("GPU-b", 40), ("GPU-c", 40)]
 FAKE = Path(__file__).parents[1] / "support" / "fake_nvml"
 
 
@@ -37,16 +38,18 @@ def seen(cluster: nbe.Cluster) -> dict[str, str]:
 
 
 def test_workers_and_sick_gpus(make, write_gpus):
-    """Each worker sees one GPU, on two hosts of one machine too.
+    """Each worker sees one GPU, on two hosts of one machine too, and the status has each GPU's figures.
 
     A lost worker is not replaced while its GPU is sick, or while memory of the dead process is not free.
     """
-    write_gpus(GPU_a={}, GPU_b={}, GPU_c={})
+    write_gpus(GPU_a={"heat": 71}, GPU_b={}, GPU_c={})
     cluster = make("localhost:2,127.0.0.2:1", min=1, backend="gloo")
     cluster.wait(3, timeout=30)
     until(lambda: len([w for w in cluster.workers if w.state == "ready"]) == 3, 30)
     gpus = seen(cluster)
     assert sorted(gpus.values()) == ["GPU-a", "GPU-b", "GPU-c"]
+    assert {w.id: w.gpu for w in cluster.workers} == gpus
+    until(lambda: [[(gpu.id, gpu.temperature) for gpu in host.gpus] for host in cluster.hosts] == [HEAT, HEAT], 20)
     victim = next(w for w in cluster.workers if gpus[w.id] == "GPU-b")
     write_gpus(GPU_a={}, GPU_b={"lost": True}, GPU_c={})
     text = "GPU GPU-b is left out: NVML reports: GPU is lost"

@@ -1,7 +1,14 @@
 // Written by widgets/write_contract.py from nbelastic/notebook/dashboard_contract.py. Edit that file.
 
-/** One worker. `behind`: commits that others have made and it has not. `cpu`: percent of one core. `memory`: MB. */
-export type WorkerRow = [rank: number | null, state: string, behind: number, restarts: number, pid: number, cpu: number | null, memory: number | null, reason: string];
+/**
+ * One worker. `behind`: commits that others have made and it has not. `cpu`: percent of one core. `memory`: MB.
+ *
+ * `gpu`: which of its host's `gpus` is its own, counted from 0.
+ */
+export type WorkerRow = [rank: number | null, state: string, behind: number, restarts: number, pid: number, cpu: number | null, memory: number | null, reason: string, gpu: number | null];
+
+/** One GPU. `busy`: percent of the time. `memory`: GB in use, of `memory_total`. `temperature`: °C. */
+export type Gpu = [busy: number, memory: number, memory_total: number, temperature: number | null];
 
 /**
  * Copies of a sharded model on a worker. `memory`: MB. `copied_to`: slots, as `gpu1/0`, whose workers have its copy.
@@ -14,9 +21,8 @@ export type WorkerCopies = [memory: number, copied_to: string[], keeps: string[]
  * One host. `cpu`: percent of all cores. `memory`: MB in use of `memory_total`.
  *
  * `backoff_until`: seconds since 1970 at which its back-off ends, 0 if it is not in back-off. `slots_backoff_until`: the
- * same for each slot in back-off. `gpus`: for each GPU the percent in use, MB in use, and MB in total. `workers`: by
- * `slot#incarnation`, and so are `copies`, which only hosts with a sharded model have. `ends_at`: seconds since 1970 at
- * which the host ends, if that was announced.
+ * same for each slot in back-off. `workers`: by `slot#incarnation`, and so are `copies`, which only hosts with a sharded
+ * model have. `ends_at`: seconds since 1970 at which the host ends, if that was announced.
  */
 export interface Host {
   address: string;
@@ -27,7 +33,7 @@ export interface Host {
   cpu: number | null;
   memory: number | null;
   memory_total: number | null;
-  gpus: number[][];
+  gpus: Gpu[];
   slots_backoff_until: Record<string, number>;
   workers: Record<string, WorkerRow>;
   copies: Record<string, WorkerCopies>;

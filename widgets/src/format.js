@@ -1,5 +1,5 @@
 /** Numbers, times and names as text. */
-/** @import { Checkpoints, Driver, KeyFrame, Summary, Writer } from "./contract.js" */
+/** @import { Checkpoints, Driver, Gpu, KeyFrame, Summary, Writer } from "./contract.js" */
 
 export const plural = (/** @type {number} */ n, /** @type {string} */ word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
@@ -29,6 +29,10 @@ export function megabytes(/** @type {?number} */ n, /** @type {?number} */ total
     inGigabytes ? (m / 1000).toFixed(m < 99_950 ? 1 : 0) : String(Math.round(m));
   return `${text(n)}${total ? ` / ${text(total)}` : ""}\u00a0${inGigabytes ? "GB" : "MB"}`;
 }
+
+/** `93 %, 61.0 / 80.0 GB, 71 °C` @param {Gpu} gpu */
+export const gpuText = ([busy, used, total, heat]) =>
+  [percent(busy), megabytes(1000 * used, 1000 * total), heat !== null && `${heat}\u00a0°C`].filter(Boolean).join(", ");
 
 export const percent = (/** @type {?number} */ n) => (n === null || n === undefined ? "" : `${Math.round(n)}\u00a0%`);
 

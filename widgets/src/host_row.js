@@ -1,10 +1,10 @@
 /** One host on the board: a row with its figures, its slots, and the buttons that remove it. */
-/** @import { Host } from "./contract.js" */
+/** @import { Gpu, Host } from "./contract.js" */
 /** @import { RequestList } from "./request_list.js" */
 /** @import { BoardContext } from "./slot_chip.js" */
 /** @import { Timers } from "./timers.js" */
 import { button, confirmedButton, element, setAttribute, setDisabled, setText } from "./dom.js";
-import { duration, megabytes, percent } from "./format.js";
+import { duration, gpuText, megabytes, percent } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { SlotChip } from "./slot_chip.js";
 import { slotsOf } from "./slots.js";
@@ -79,7 +79,7 @@ export class HostRow {
     this.reachable = { slots: true, buttons: true };
     /** @type {?Element} */
     this.tabStop = null;
-    /** @type {?number[][]} */
+    /** @type {?Gpu[]} */
     this.gpus = null;
   }
 
@@ -126,13 +126,13 @@ export class HostRow {
     for (const node of [this.remove, this.removeNow]) setAttribute(node, "tabindex", buttons ? null : "-1");
   }
 
-  drawGpus(/** @type {number[][]} */ gpus) {
+  drawGpus(/** @type {Gpu[]} */ gpus) {
     if (gpus === this.gpus) return;
     this.gpus = gpus;
     if (!gpus.length) return this.gpu.draw("", null);
-    const sum = (/** @type {number} */ i) => gpus.reduce((all, gpu) => all + (gpu[i] ?? 0), 0);
+    const sum = (/** @type {0|1|2} */ i) => gpus.reduce((all, gpu) => all + gpu[i], 0);
     const share = sum(0) / gpus.length;
-    const lines = gpus.map(([share, used, total], i) => `GPU ${i}: ${share} %, ${megabytes(used, total)}`);
-    this.gpu.draw(percent(share), share, megabytes(sum(1), sum(2)), lines.join("\n"));
+    const lines = gpus.map((gpu, i) => `GPU ${i}: ${gpuText(gpu)}`);
+    this.gpu.draw(percent(share), share, megabytes(1000 * sum(1), 1000 * sum(2)), lines.join("\n"));
   }
 }

@@ -17,7 +17,7 @@ const SHORT_NAMES = { starting: "start", succeeded: "done", stopped: "stop", bac
  * @typedef {{isOpen(chip: SlotChip): boolean, toggle(chip: SlotChip): void, detailId: string}} ChipOwner
  */
 
-const NO_WORKER = { rank: null, behind: 0, restarts: 0, cpu: null, memory: null, reason: "" };
+const NO_WORKER = { rank: null, behind: 0, restarts: 0, cpu: null, memory: null, gpu: null, reason: "" };
 
 const joined = (/** @type {(string|number|false|null)[]} */ parts, /** @type {string} */ separator) =>
   parts.filter(Boolean).join(separator);
@@ -77,11 +77,12 @@ export class SlotChip {
   }
 
   moreText(/** @type {Slot} */ slot, /** @type {string} */ state, /** @type {BoardContext} */ context) {
-    const { behind, restarts, cpu, memory } = slot.worker ?? NO_WORKER;
+    const { behind, restarts, cpu, memory, gpu } = slot.worker ?? NO_WORKER;
     if (!context.roomy) return joined([behind && `−${behind}`, restarts && `↻${restarts}`], " ");
     const step = state === "running" ? `step ${number(context.state.step - behind)}` : "";
     const left = state === "backoff" && `${duration(slot.backoffUntil - context.now)} left`;
-    return joined([step, percent(cpu), megabytes(memory), left], " · ");
+    const ofGpu = gpu && `GPU ${percent(gpu.figures[0])}`;
+    return joined([step, percent(cpu), megabytes(memory), ofGpu, left], " · ");
   }
 
   /** The tooltip, also for screen readers. */

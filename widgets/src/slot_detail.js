@@ -6,7 +6,7 @@
 /** @import { Timers } from "./timers.js" */
 import { button, confirmedButton, element, setDisabled, setText } from "./dom.js";
 import { Figure } from "./figure.js";
-import { duration, megabytes, number, percent, plural } from "./format.js";
+import { duration, gpuText, megabytes, number, percent, plural } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { stateOf } from "./slots.js";
 
@@ -19,10 +19,6 @@ function copyItems(/** @type {WorkerCopies} */ [memory, copiedTo, keeps, shared]
   if (keeps.length) items.push(["It keeps the copy of", keeps.join(", ")]);
   return items;
 }
-
-/** Each GPU of the host: its use and memory. @returns {[string, string][]} */
-const gpuLines = (/** @type {number[][]} */ gpus) =>
-  gpus.map(([share, used, total], i) => [`GPU ${i} of the host`, `${percent(share)}, ${megabytes(used, total)}`]);
 
 /**
  * @typedef {{send: RequestList["send"], timers: Timers, openLog(worker: string): void, close(): void,
@@ -56,18 +52,17 @@ export class SlotDetail {
   draw(/** @type {Slot} */ slot, /** @type {BoardContext} */ { state, now, locked, closed }) {
     this.worker = slot.id;
     setText(this.title, slot.id || `Slot ${slot.slot}`);
-    const gpus = state.hosts[slot.id.slice(0, slot.id.lastIndexOf("/"))]?.gpus ?? [];
-    this.figures.draw(this.items(slot, stateOf(slot, now), now, state.step, gpus), null);
+    this.figures.draw(this.items(slot, stateOf(slot, now), now, state.step), null);
     setText(this.reason, slot.worker?.reason ?? "");
     setDisabled(this.log, closed || !slot.worker);
     setDisabled(this.restart, locked || !slot.worker);
   }
 
   /**
-   * @param {Slot} slot @param {string} state @param {number} now @param {number} step @param {number[][]} gpus
+   * @param {Slot} slot @param {string} state @param {number} now @param {number} step
    * @returns {[string, {value: string}][]}
    */
-  items({ id, worker, backoffUntil }, state, now, step, gpus) {
+  items({ id, worker, backoffUntil }, state, now, step) {
     const stateText = state === "backoff" ? `in back-off, ${duration(backoffUntil - now)} left` : state;
     /** @type {[string, string][]} */
     const items = [["State", stateText]];
@@ -77,7 +72,7 @@ export class SlotDetail {
       if (worker.behind) items.push(["Behind the others", plural(worker.behind, "commit")]);
       items.push(["Restarts", String(worker.restarts)], ["CPU", percent(worker.cpu) || "–"]);
       items.push(["Memory", megabytes(worker.memory) || "–"]);
-      items.push(...gpuLines(gpus));
+      if (worker.gpu) items.push([`GPU ${worker.gpu.number} of the host`, gpuText(worker.gpu.figures)]);
       if (worker.copies) items.push(...copyItems(worker.copies, id.slice(0, id.lastIndexOf("/"))));
     }
     return items.map(([name, value]) => [name, { value }]);

@@ -1,5 +1,5 @@
 /** The slots of a host and the workers in them. */
-/** @import { Host, WorkerCopies, WorkerRow } from "./contract.js" */
+/** @import { Gpu, Host, WorkerCopies, WorkerRow } from "./contract.js" */
 
 /**
  * `id` is empty if the slot has no worker; `backoffUntil` is in seconds since 1970, 0 if the slot is not in back-off.
@@ -10,9 +10,10 @@
 /** @type {WeakMap<Host, Slot[]>} an update that does not change a host leaves the same object, with the same slots */
 const SLOTS = new WeakMap();
 
-/** @param {WorkerRow} row @param {WorkerCopies | undefined} copies */
-function workerOf([rank, state, behind, restarts, pid, cpu, memory, reason], copies) {
-  return { rank, state, behind, restarts, pid, cpu, memory, reason, copies: copies ?? null };
+/** @param {WorkerRow} row @param {WorkerCopies | undefined} copies @param {Gpu[]} gpus of its host */
+function workerOf([rank, state, behind, restarts, pid, cpu, memory, reason, gpu], copies, gpus) {
+  const own = gpu === null || !gpus[gpu] ? null : { number: gpu, figures: gpus[gpu] };
+  return { rank, state, behind, restarts, pid, cpu, memory, reason, gpu: own, copies: copies ?? null };
 }
 
 /**
@@ -26,7 +27,7 @@ export function slotsOf(name, host) {
   const bySlot = new Map();
   for (const [place, row] of Object.entries(host.workers)) {
     const [slot, incarnation] = place.split("#").map(Number);
-    const entry = { incarnation, id: `${name}/${place}`, worker: workerOf(row, host.copies?.[place]) };
+    const entry = { incarnation, id: `${name}/${place}`, worker: workerOf(row, host.copies?.[place], host.gpus) };
     bySlot.get(slot)?.push(entry) ?? bySlot.set(slot, [entry]);
   }
   const numbers = new Set([...Array(host.slots).keys(), ...bySlot.keys()]);

@@ -5,7 +5,7 @@ without the variable FAKE_NVML it is the module that it hides, if there is one. 
 again at each call, so a test can change it while a cluster runs:
 
     {"gpus": [{"uuid": "GPU-a", "memory": [1000000000, 80000000000], "busy": 50, "pids": [4711], "ecc": 0, "pending": false,
-               "throttle": 0, "lost": false, "xids": [79], "mig": ["MIG-1", "MIG-2"]}]}
+               "throttle": 0, "heat": 71, "lost": false, "xids": [79], "mig": ["MIG-1", "MIG-2"]}]}
 
 Every key but `uuid` may be left out. Without the file there is no driver. An Xid is reported once.
 """
@@ -24,6 +24,7 @@ from typing import Any
 nvmlEventTypeXidCriticalError = 8
 NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
 NVML_VOLATILE_ECC = 0
+NVML_TEMPERATURE_GPU = 0
 
 _reported: dict[str, int] = {}  # how many Xids of each GPU were read
 
@@ -128,6 +129,12 @@ def nvmlDeviceGetUtilizationRates(handle: str) -> SimpleNamespace:
     if handle.startswith("MIG-"):
         raise NVMLError_NotSupported("Not Supported")
     return SimpleNamespace(gpu=_gpu(handle).get("busy", 0))
+
+
+def nvmlDeviceGetTemperature(handle: str, sensor: int) -> int:
+    if handle.startswith("MIG-"):
+        raise NVMLError_NotSupported("Not Supported")
+    return int(_gpu(handle).get("heat", 40))
 
 
 def nvmlDeviceGetTotalEccErrors(handle: str, kind: int, counter: int) -> int:
