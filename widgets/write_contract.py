@@ -9,17 +9,20 @@ from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
 
-from nbelastic.notebook import dashboard_contract as contract
+from nbelastic.notebook import dashboard_contract, dashboard_frames
 
 OUTPUT = Path(__file__).parent / "src" / "contract.d.ts"
-HEAD = "// Written by widgets/write_contract.py from nbelastic/notebook/dashboard_contract.py. Edit that file.\n"
+MODULES = (dashboard_frames, dashboard_contract)
+NAMES = {module.__name__ for module in MODULES}
+HEAD = "// Written by widgets/write_contract.py from dashboard_frames.py and dashboard_contract.py. Edit those files.\n"
 PLAIN = {str: "string", int: "number", float: "number", bool: "boolean", NoneType: "null", Any: "any"}
 
 
 def typescript() -> str:
     """Return the whole file: each class of the contract, and each union of them, under its own name."""
-    members = [(name, value) for name, value in vars(contract).items() if not name.startswith("_")]
-    classes = [value for _, value in members if isinstance(value, type) and value.__module__ == contract.__name__]
+    members = [(name, value) for module in MODULES for name, value in vars(module).items() if not name.startswith("_")]
+    classes = [value for _, value in members if isinstance(value, type) and value.__module__ in NAMES]
+    classes = list(dict.fromkeys(classes))  # one module imports from the other
     unions = [(name, value) for name, value in members if isinstance(value, UnionType)]
     texts = [_declaration(each) for each in classes]
     texts += [
@@ -33,7 +36,7 @@ def _declaration(cls: type) -> str:
     if issubclass(cls, tuple):
         fields = ", ".join(f"{name}: {_type(hint)}" for name, hint in hints.items())
         return f"{_comment(cls)}export type {cls.__name__} = [{fields}];\n"
-    bases = [base for base in cls.__bases__ if base.__module__ == contract.__name__]
+    bases = [base for base in cls.__bases__ if base.__module__ in NAMES]
     inherited = {name for base in bases for name in get_type_hints(base)}
     required = _required(cls)
     fields = {

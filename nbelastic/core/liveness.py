@@ -1,4 +1,4 @@
-"""Workers that are unresponsive although their processes run: when they are replaced, and what the status shows."""
+"""Silent hosts, and workers that are unresponsive although their processes run: when they are lost or replaced."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import msgspec
 
 from nbelastic.client.job_summary import JobSummary, job_summary
 from nbelastic.client.trace import in_order
-from nbelastic.notebook.dashboard_contract import (
+from nbelastic.notebook.dashboard_frames import (
     Checkpoints,
     ClusterView,
     Copies,

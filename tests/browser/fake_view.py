@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from nbelastic.notebook.dashboard_contract import KeyFrame
+from nbelastic.notebook.dashboard_frames import KeyFrame
 from nbelastic.notebook.widget_files import widget_text
 
 FILES = {

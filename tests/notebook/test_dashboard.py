@@ -13,6 +13,7 @@ from fake_cluster import FakeCluster, merge
 from ipykernel.comm.comm import BaseComm
 
 from nbelastic.notebook import dashboard_contract as contract
+from nbelastic.notebook import dashboard_frames
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.dashboard_queries import MAX_LINES
 from nbelastic.notebook.dashboard_state import MAX_EVENTS
@@ -66,8 +67,8 @@ def test_messages_have_the_types_of_the_contract(cluster, dashboard, replies):
     cluster.shown_step_times = StepTimes(5.0, 100.0, (RankStepTimes("a/0#1", 0, (8.0, None), "is slow"),))
     cluster.run_for_show()
     state = json.loads(json.dumps(dashboard.state))
-    assert contract.KeyFrame.__annotations__.keys() == state.keys()
-    msgspec.convert(state, contract.KeyFrame)
+    assert dashboard_frames.KeyFrame.__annotations__.keys() == state.keys()
+    msgspec.convert(state, dashboard_frames.KeyFrame)
     for ask, answer in get_type_hints(contract.Answers).items():
         click(dashboard, {"ask": ask, "id": ask, "since": 0})
         sent = json.loads(json.dumps(replies.pop()))

@@ -1,4 +1,4 @@
-// Written by widgets/write_contract.py from nbelastic/notebook/dashboard_contract.py. Edit that file.
+// Written by widgets/write_contract.py from dashboard_frames.py and dashboard_contract.py. Edit those files.
 
 /**
  * One worker. `behind`: commits that others have made and it has not. `cpu`: percent of one core. `memory`: MB.
