@@ -72,7 +72,7 @@ class Agents:
         self._none_runs = asyncio.Event()
         self.started_count = 0
         self.tcp_proxies = ProxySet(ports_file(settings.run_folder), settings.driver_lease, self.expected_workers)
-        self._tunnel_ports = TunnelPorts(settings.run_folder)
+        self._tunnel_ports = TunnelPorts(settings.run_folder, keys.client_secret)
 
     async def stop(self) -> None:
         """End every agent and the TCP proxies. Wait until the processes have ended: a child would be a zombie."""

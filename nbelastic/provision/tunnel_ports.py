@@ -1,16 +1,19 @@
-"""The loopback ports of this machine to which tunnels through ssh lead: those of the driver's server and ipyparallel's controller.
+"""The loopback ports of this machine to which tunnels of hosts lead: those of the driver's server and ipyparallel's controller.
 
-The processes of the tunnels read them from a file in the run folder. They connect a host to no other port.
+The processes of the tunnels read them from a file in the run folder, with the key that a host must know. They connect a host to
+no other port.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from nbelastic.system.private_files import replace_private
+from nbelastic.tunnel import allowed_ports, handshake
+from nbelastic.tunnel.allowed_ports import Allowed
 
 
 def ports_file(run_folder: Path) -> Path:
@@ -18,18 +21,18 @@ def ports_file(run_folder: Path) -> Path:
 
 
 class TunnelPorts:
-    """The ports that the cluster has opened so far, also by an earlier driver."""
+    """The ports that the cluster has opened so far, also by an earlier driver. `client_secret`: the cluster's."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, client_secret: str) -> None:
         self._file = ports_file(run_folder)
+        self._key = handshake.key_from(client_secret).hex()
         self._open: set[int] | None = None
 
     def open(self, ports: Iterable[int]) -> None:
         """Let hosts connect to these ports too."""
         if self._open is None:
-            self._open = set()
-            with suppress(OSError, ValueError):
-                self._open.update(json.loads(self._file.read_text()))
+            earlier = allowed_ports.read(self._file)
+            self._open = set(earlier.ports if earlier is not None else ())
         if not self._open.issuperset(ports):
             self._open.update(ports)
-            replace_private(self._file, [json.dumps(sorted(self._open)).encode()])
+            replace_private(self._file, [msgspec.json.encode(Allowed(self._key, tuple(sorted(self._open))))])

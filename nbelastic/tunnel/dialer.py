@@ -8,6 +8,7 @@ import socket
 import time
 
 from nbelastic.system.backoff import Backoff
+from nbelastic.tunnel import handshake
 from nbelastic.tunnel.forwarder import WRITE, Forwarder
 from nbelastic.tunnel.frames import PREAMBLE
 
@@ -23,10 +24,11 @@ OPTIONS = (
 
 
 class Dialer:
-    """`address`: where the driver's TCP proxy listens. Call `turn` before each turn of the forwarder."""
+    """`address`: where the driver's TCP proxy listens. `key`: of the handshake. Call `turn` before each turn of the forwarder."""
 
-    def __init__(self, forwarder: Forwarder, address: tuple[str, int]) -> None:
-        self._forwarder, self._address = forwarder, address
+    def __init__(self, forwarder: Forwarder, address: tuple[str, int], key: bytes) -> None:
+        self._forwarder, self._address, self._key = forwarder, address, key
+        self._challenge = b""  # as far as the proxy has sent it
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._connection: socket.socket | None = None  # that is being opened
         self._next_at = 0.0  # when the next try begins; while one is made, when it has failed
@@ -66,10 +68,34 @@ class Dialer:
         if self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._fail(time.monotonic())
             return
-        connection, self._connection = self._connection, None
-        self._forwarder.unwatch(connection.fileno())
-        with connection:
-            self._forwarder.attach(os.dup(connection.fileno()), os.dup(connection.fileno()), PREAMBLE)
+        self._forwarder.unwatch(self._connection.fileno())
+        self._challenge = b""
+        try:
+            self._connection.send(PREAMBLE)  # a new connection has room for it
+        except OSError:
+            self._fail(time.monotonic())
+        else:
+            self._forwarder.watch(self._connection.fileno(), self._on_challenge)
+
+    def _on_challenge(self) -> None:
+        """Answer the challenge once it is complete, and begin with the frames."""
+        assert self._connection is not None
+        try:
+            data = self._connection.recv(handshake.SIZE - len(self._challenge))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._fail(time.monotonic())
+            return
+        self._challenge += data
+        if len(self._challenge) == handshake.SIZE:
+            connection, self._connection = self._connection, None
+            self._forwarder.unwatch(connection.fileno())
+            answer = handshake.answer_to(self._challenge, self._key)
+            with connection:
+                self._forwarder.attach(os.dup(connection.fileno()), os.dup(connection.fileno()), answer)
 
     def _fail(self, now: float) -> None:
         assert self._connection is not None

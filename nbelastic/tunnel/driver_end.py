@@ -38,7 +38,7 @@ class _DriverEnd:
         self._attaches = json.loads(config)["attach"]  # to an agent that runs; else ssh starts one
         self._begin_by = time.monotonic() + ATTACH_TIMEOUT if self._attaches else math.inf
         self._driver_lease, self._lease, self._lease_check_at = driver_lease, LeaseWatch(driver_lease), 0.0
-        self._forwarder = Forwarder(self._on_frame, self._on_lost, partial(allowed_ports.connect, ports))
+        self._forwarder = Forwarder(self._on_frame, self._on_lost, partial(allowed_ports.connect, ports), preamble=True)
         self._heard = (0, 0.0)  # bytes so far, and when there were fewer
         self._checked_at = self._ping_at = 0.0
         self._noted = False  # that the host's end of the tunnel has answered

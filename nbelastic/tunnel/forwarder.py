@@ -34,7 +34,7 @@ class Forwarder:
     `on_lost(reason, closed)` is called when the ssh connection has ended; `closed`, on a host: the other end has closed it and ssh
     still runs.
     `connect(port)` returns a new connection for a frame OPEN, or None if the port is not allowed. Only the end on the driver's
-    machine has it: the other one may not be asked to connect, and its ssh connection has no preamble.
+    machine has it: the other one may not be asked to connect. `preamble`: the other end sends one before its first frame.
     """
 
     def __init__(
@@ -42,15 +42,17 @@ class Forwarder:
         on_frame: Callable[[Frame], None],
         on_lost: Callable[[str, bool], None],
         connect: Callable[[int], socket.socket | None] | None = None,
+        *,
+        preamble: bool = False,
     ) -> None:
-        self._on_frame, self._on_lost, self._connect = on_frame, on_lost, connect
+        self._on_frame, self._on_lost, self._connect, self._preamble = on_frame, on_lost, connect, preamble
         self._selector = selectors.DefaultSelector()
         self._events: dict[int, int] = {}  # registered, by descriptor
         self._channels: dict[int, _Channel] = {}
         self._opened = 0  # channels so far
         self._reader = self._writer = -1
         self._queue = bytearray()  # for the ssh connection
-        self._decoder = Decoder(begun=connect is None)
+        self._decoder = Decoder(begun=not preamble)
         self.received = 0  # bytes so far
 
     @property
@@ -94,7 +96,7 @@ class Forwarder:
         self.detach()
         for fd in (reader, writer):
             os.set_blocking(fd, False)
-        self._reader, self._writer, self._decoder = reader, writer, Decoder(begun=self._connect is None)
+        self._reader, self._writer, self._decoder = reader, writer, Decoder(begun=not self._preamble)
         self._queue = bytearray(first)
         self._set(reader, READ, lambda _: self._receive())
         self._flush()

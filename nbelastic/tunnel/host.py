@@ -30,6 +30,7 @@ from nbelastic.system import open_files, tunnel_folder
 from nbelastic.system.first_line import read_first_line
 from nbelastic.system.folder_paths import process_folder
 from nbelastic.system.processes import kill_group
+from nbelastic.tunnel import handshake
 from nbelastic.tunnel.dialer import Dialer
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import NUMBER, PREAMBLE, Frame, Kind
@@ -62,7 +63,8 @@ def main(run_agent: Callable[[], None]) -> None:
         config |= {"tunnel": str(folder), "towards": towards or config["towards"]}
         host = _Host(folder, child, config, eof_ends_agent=eof_ends_agent)
         host.listen_for(int(driver.rpartition(":")[2]))
-        code = host.run(tuple(dial) if dial else None)
+        key = handshake.key_from(config["keys"]["client_secret"]) if dial else b""
+        code = host.run(tuple(dial) if dial else None, key)
     sys.exit(code if code >= 0 else 128 - code)
 
 
@@ -172,13 +174,13 @@ class _Host:
         self._pidfd = os.pidfd_open(child.pid)
         self._forwarder.watch(self._pidfd, self._on_exit)
 
-    def run(self, dial: tuple[str, int] | None) -> int:
-        """Forward, and return the agent's exit code. `dial`: the address to connect to; None: ssh is there."""
+    def run(self, dial: tuple[str, int] | None, key: bytes) -> int:
+        """Forward, and return the agent's exit code. `dial`, `key`: see `Dialer`; None: ssh is there."""
         for sig in (signal.SIGHUP, signal.SIGPIPE, signal.SIGINT):
             signal.signal(sig, signal.SIG_IGN)
         for sig in (signal.SIGTERM, signal.SIGUSR1):  # notices, for the agent
             signal.signal(sig, lambda number, _: os.kill(self._child.pid, number))
-        dialer = Dialer(self._forwarder, dial) if dial is not None else None
+        dialer = Dialer(self._forwarder, dial, key) if dial is not None else None
         if dialer is not None:
             self._configure()
         else:

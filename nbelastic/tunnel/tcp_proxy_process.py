@@ -1,32 +1,42 @@
 """The process of a TCP proxy, on the driver's machine. It takes the connections to one port, and ends when the driver's lease expires.
 
 A connection whose first byte is 0 is a host's tunnel: its channels lead to the loopback ports that the ports file lists. Any
-other one is a terminal's: its bytes go to the driver's server. The proxy reads none of them and knows no client;
-the servers behind the ports demand the cluster's CURVE key.
+other one is a terminal's: its bytes go to the driver's server. The servers behind the ports demand the cluster's CURVE key.
+
+Until a peer has shown that it belongs to the cluster, it is a stranger: it costs this process some bytes, and the driver a
+few kilobytes. A host shows it with the handshake of its tunnel. A terminal has shown it when the driver's server has sent more
+than its part of the CURVE handshake.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import os
+import secrets
 import socket
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from nbelastic.system import open_files
 from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
-from nbelastic.tunnel import allowed_ports
+from nbelastic.tunnel import allowed_ports, handshake
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import PREAMBLE
 
-MOST_PER_PEER = 128  # connections from one address; at least two per worker that the cluster wants
-MOST = 4096  # connections; at least four per worker that the cluster wants
+MOST_PER_PEER = 128  # strangers' connections from one address; at least two per worker that the cluster wants
+MOST = 4096  # strangers' connections; at least four per worker that the cluster wants
 MOST_CHANNELS_PER_PEER = 512  # in the tunnels of one address; at least 16 per worker: an engine opens about six
 FIRST_BYTE_TIMEOUT = 30.0  # seconds; a server of ZeroMQ waits as long
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a tunnel's preamble and answer
+SERVER_PART = 64 + 170  # bytes that ZeroMQ's server sends to a stranger: its greeting and WELCOME, see RFC 26 of ZeroMQ
+STRANGER_PART = 1 << 12  # bytes that a stranger may send to it; a terminal needs about 1,000
+BUFFER = 1 << 13  # bytes that are read ahead of a terminal
 IDLE = 60.0  # seconds after which a tunnel without channels is closed: a host's agent always has one
 ACCEPT_PAUSE = 1.0  # seconds until the next try if this process has too many descriptors
 CHUNK = 1 << 16  # bytes
@@ -34,10 +44,11 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_
 
 
 class _Peer:
-    """The connections from one address, and their tunnels."""
+    """The connections from one address. `strangers`: those of them that have not shown yet that they belong to the cluster."""
 
     def __init__(self) -> None:
         self.connections: set[asyncio.Task[None]] = set()
+        self.strangers: set[socket.socket] = set()
         self.tunnels: set[Forwarder] = set()
 
     @property
@@ -53,7 +64,7 @@ class _Proxy:
         self._most_per_peer, self._most = max(MOST_PER_PEER, 2 * workers), max(MOST, 4 * workers)
         self._most_channels = max(MOST_CHANNELS_PER_PEER, 16 * workers)
         self._peers: defaultdict[str, _Peer] = defaultdict(_Peer)
-        self._open = 0  # connections
+        self._strangers = 0  # connections
         self._refused_peers: set[str] = set()
 
     async def accept(self, listener: socket.socket) -> None:
@@ -66,23 +77,31 @@ class _Proxy:
                 await asyncio.sleep(ACCEPT_PAUSE)
                 continue
             peer = self._peers[address]
-            if len(peer.connections) >= self._most_per_peer or self._open >= self._most:
+            if len(peer.strangers) >= self._most_per_peer or self._strangers >= self._most:
                 connection.close()
-                self._print_refusal(address, f"{len(peer.connections)} connections of it and {self._open} in all")
+                self._print_refusal(address, f"{len(peer.strangers)} connections of it and {self._strangers} in all")
                 continue
             task = loop.create_task(self._serve(connection, peer, address))
-            self._open += 1
+            self._strangers += 1
+            peer.strangers.add(connection)
             peer.connections.add(task)
-            task.add_done_callback(partial(self._forget, address))
+            task.add_done_callback(partial(self._forget, address, connection))
 
-    def _forget(self, address: str, task: asyncio.Task[None]) -> None:
-        self._open -= 1
+    def _not_strange(self, peer: _Peer, connection: socket.socket) -> None:
+        """The peer belongs to the cluster, or its connection has ended."""
+        if connection in peer.strangers:
+            peer.strangers.discard(connection)
+            self._strangers -= 1
+
+    def _forget(self, address: str, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._not_strange(self._peers[address], connection)
         self._peers[address].connections.discard(task)
         if not self._peers[address].connections:
             del self._peers[address]
 
     async def _serve(self, connection: socket.socket, peer: _Peer, address: str) -> None:
         """Forward what comes on a connection until it ends."""
+        not_strange = partial(self._not_strange, peer, connection)
         with connection, suppress(OSError, TimeoutError):
             # While the peer trains the connection may be idle; without keepalive packets a firewall would drop it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -92,9 +111,24 @@ class _Proxy:
             await _readable(connection)
             first = connection.recv(1, socket.MSG_PEEK)
             if first == PREAMBLE[:1]:
-                await self._forward_tunnel(connection, peer, address)
+                if await self._is_host(connection):
+                    not_strange()
+                    await self._forward_tunnel(connection, peer, address)
             elif first:
-                await self._forward_to_server(connection)
+                await self._forward_to_server(connection, not_strange)
+
+    async def _is_host(self, connection: socket.socket) -> bool:
+        """Whether the peer sends the preamble and knows the key of the cluster's tunnels."""
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+            if await _receive(connection, len(PREAMBLE)) != PREAMBLE:
+                return False
+            challenge = secrets.token_bytes(handshake.SIZE)
+            await asyncio.get_running_loop().sock_sendall(connection, challenge)
+            answer = await _receive(connection, handshake.SIZE)
+        allowed = allowed_ports.read(self._ports)
+        return allowed is not None and hmac.compare_digest(
+            answer, handshake.answer_to(challenge, bytes.fromhex(allowed.key))
+        )
 
     async def _forward_tunnel(self, connection: socket.socket, peer: _Peer, address: str) -> None:
         loop, over = asyncio.get_running_loop(), asyncio.Event()
@@ -123,10 +157,14 @@ class _Proxy:
             return None
         return allowed_ports.connect(self._ports, port)
 
-    async def _forward_to_server(self, connection: socket.socket) -> None:
+    async def _forward_to_server(self, connection: socket.socket, not_strange: Callable[[], None]) -> None:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._server)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        await asyncio.gather(_copy(reader, inner_writer), _copy(inner_reader, writer))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=BUFFER)
+        accepted = asyncio.Event()  # by the server, or its connection has ended
+        await asyncio.gather(
+            _copy_stranger(reader, inner_writer, accepted),
+            _copy_from_server(inner_reader, writer, accepted, not_strange),
+        )
 
     def _print_refusal(self, address: str, count: str) -> None:
         """Print once per address, for the first MOST_PER_PEER addresses."""
@@ -144,6 +182,48 @@ async def _readable(connection: socket.socket) -> None:
         await asyncio.wait_for(ready.wait(), FIRST_BYTE_TIMEOUT)
     finally:
         loop.remove_reader(connection.fileno())
+
+
+async def _receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes; fewer if the connection ends before."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < size and (more := await loop.sock_recv(connection, size - len(data))):
+        data += more
+    return data
+
+
+async def _copy_stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, accepted: asyncio.Event) -> None:
+    """As `_copy`, but only STRANGER_PART bytes until the server has accepted the terminal."""
+    left = STRANGER_PART
+    with suppress(OSError):
+        while left and not accepted.is_set():
+            data = await reader.read(left)
+            if not data:
+                break
+            left -= len(data)
+            writer.write(data)
+    if not left:
+        await accepted.wait()
+    await _copy(reader, writer)
+
+
+async def _copy_from_server(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, accepted: asyncio.Event, not_strange: Callable[[], None]
+) -> None:
+    """As `_copy`, and note when the server has accepted the terminal: it has sent more than SERVER_PART bytes."""
+    sent = 0
+    try:
+        while sent <= SERVER_PART and (data := await reader.read(CHUNK)):
+            sent += len(data)
+            writer.write(data)
+        if sent > SERVER_PART:
+            not_strange()
+            accepted.set()
+        await _copy(reader, writer)
+    except OSError:
+        writer.close()
+    finally:
+        accepted.set()  # the terminal's bytes meet a closed connection
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 TIMEOUT = 0.5  # seconds that a connection may take; packets here need less than a millisecond
 VALID = b"\x00" + struct.pack("<I", 0x3C85F7CE)  # how a client of torch's store begins
 KEYS = b"\x07"  # the request for the number of keys in the store
+TUNNEL = b"\x00nbelastic tunnel 1\x00"  # how a host's connection to the TCP proxy begins
 Endpoint = tuple[str, int]
 
 
@@ -29,7 +30,7 @@ def greeting(mechanism: bytes, version: bytes = b"\x03\x01") -> bytes:
 def broken_message(number: int, rng: random.Random) -> bytes:
     """A broken message, which must have no effect at any endpoint."""
     noise = rng.randbytes(rng.randrange(1, 400))
-    match number % 12:
+    match number % 14:
         case 0:
             return noise
         case 1:
@@ -52,6 +53,10 @@ def broken_message(number: int, rng: random.Random) -> bytes:
             return VALID + b"\x0b" + struct.pack("<Q", (1 << 64) - 1) + noise
         case 10:  # gloo's connections begin with a small number
             return struct.pack("<q", number % 64) + noise
+        case 11:  # a tunnel that sends frames instead of an answer to the proxy's challenge
+            return TUNNEL + struct.pack(">BIIi", 1, 1, 4, number % 65536) + struct.pack(">BII", 2, 7, 0) * 1000
+        case 12:  # a handshake of a megabyte
+            return greeting(b"CURVE") + b"\x06" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
         case _:
             return bytes(1 << 16)
 

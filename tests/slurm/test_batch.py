@@ -13,6 +13,7 @@ import pytest
 from nbelastic.protocol import agent_messages
 from nbelastic.provision.ssh import TUNNELLED_AGENT
 from nbelastic.provision.tcp_proxy import TcpProxy
+from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
 from tests.slurm.batch_agents import TIMEOUT, ObservedAgent, exit_code_of, job_of, reach_state, until
@@ -26,8 +27,8 @@ async def driver(folder):
     server = Server(keys, lambda peer, message: received.append((peer, message)))
     await server.start()
     port = int(server.address.rpartition(":")[2])
-    (folder / "ports").write_text(f"[{port}]")
-    proxy = TcpProxy("127.0.0.1", port, folder / "ports", until_the_end(folder))
+    TunnelPorts(folder, keys.client_secret).open([port])
+    proxy = TcpProxy("127.0.0.1", port, ports_file(folder), until_the_end(folder))
     try:
         proxy.start()
         server.proxy = proxy.port

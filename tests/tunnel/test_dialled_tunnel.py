@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nbelastic.provision.tcp_proxy import TcpProxy
+from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.system.process_identity import pid_of
 from tests.support.driver_lease import until_the_end
 from tests.support.processes import alive
@@ -62,6 +63,7 @@ class Host:
         self.folder = folder
         config = {"environment": {}, "cluster": "1", "host": "h", "number": 1, "towards": "127.0.0.1"}
         config |= {"driver": f"tcp://127.0.0.1:{port}", "dial": ["127.0.0.1", proxy_port], "notes": str(folder)}
+        config |= {"keys": {"client_secret": "a secret"}}
         self.file = folder / "agent.json"
         self.file.write_text(json.dumps(config))
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "NBELASTIC_AGENT": str(self.file)}
@@ -99,8 +101,8 @@ def parts(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "proxy").mkdir()
     with echo_server() as port:
-        (tmp_path / "proxy" / "ports").write_text(f"[{port}]")
-        proxy = TcpProxy("127.0.0.1", port, tmp_path / "proxy" / "ports", until_the_end(tmp_path / "proxy"))
+        TunnelPorts(tmp_path / "proxy", "a secret").open([port])
+        proxy = TcpProxy("127.0.0.1", port, ports_file(tmp_path / "proxy"), until_the_end(tmp_path / "proxy"))
         proxy.start()
         host = Host(tmp_path, port, proxy.port)
         try:

@@ -21,7 +21,10 @@ class Ends:
         self.served, self.clients, self.lost = [], [], []
         self.host = Forwarder(lambda _: None, lambda reason, closed: self.lost.append(("host", reason, closed)))
         self.driver = Forwarder(
-            lambda _: None, lambda reason, closed: self.lost.append(("driver", reason, closed)), self._connect
+            lambda _: None,
+            lambda reason, closed: self.lost.append(("driver", reason, closed)),
+            self._connect,
+            preamble=True,
         )
         up, down = socket.socketpair(), socket.socketpair()
         self.driver.attach(up[0].detach(), down[0].detach())
@@ -200,7 +203,7 @@ def attack(*frames):
         connected.append(theirs)
         return mine
 
-    driver = Forwarder(lambda _: None, lambda reason, _: lost.append(reason), connect)
+    driver = Forwarder(lambda _: None, lambda reason, _: lost.append(reason), connect, preamble=True)
     up, down = socket.socketpair(), socket.socketpair()
     driver.attach(up[0].detach(), down[0].detach())
     up[1].setblocking(False)

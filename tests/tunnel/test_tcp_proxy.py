@@ -1,7 +1,6 @@
-"""The TCP proxy forwards terminals' connections and hosts' tunnels, limits both per address, and ends with its owner."""
+"""The TCP proxy forwards terminals' connections, limits them per address, and ends with its owner."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,48 +15,11 @@ import pytest
 
 from nbelastic.provision.tcp_proxy import ProxySet, SavedProxy, TcpProxy
 from nbelastic.system.process_identity import pid_of
-from nbelastic.tunnel.frames import NUMBER, PREAMBLE, Decoder, Frame, Kind, encode
-from nbelastic.tunnel.tcp_proxy_process import MOST_CHANNELS_PER_PEER, MOST_PER_PEER
-from tests.support.driver_lease import until_the_end
+from nbelastic.tunnel.tcp_proxy_process import MOST_PER_PEER
 from tests.support.processes import alive
 from tests.support.waiting import until
 from tests.tunnel.echo_server import echo_server
-
-
-@pytest.fixture
-def driver_lease(tmp_path):
-    """The proxies end with this process."""
-    return until_the_end(tmp_path)
-
-
-@contextlib.contextmanager
-def open_proxy(port, driver_lease, address="127.0.0.1", allowed=(), workers=lambda: 0):
-    """A TCP proxy for the server at `port` and hosts' `allowed` ports, and the address at which it listens."""
-    ports = Path(driver_lease.file).with_name("ports")
-    ports.write_text(json.dumps(allowed))
-    proxy = TcpProxy(address, port, ports, driver_lease, workers)
-    try:
-        proxy.start()
-        yield proxy, (address, proxy.port)
-    finally:
-        proxy.close()
-
-
-def connect(proxy_address, source=None):
-    return socket.create_connection(proxy_address, timeout=20, source_address=(source, 0) if source else None)
-
-
-def is_echoed(connection, data=b"there"):
-    connection.sendall(data)
-    return connection.recv(len(data)) == data
-
-
-def is_closed(connection):
-    """Whether the other side has closed the connection."""
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
+from tests.tunnel.proxies import connect, is_closed, is_echoed, open_proxy
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -131,100 +93,6 @@ def test_a_server_that_does_not_listen(driver_lease):
             with connect(proxy_address) as connection, contextlib.suppress(ConnectionError):
                 connection.sendall(b"there")
                 assert is_closed(connection)
-
-
-class Tunnel:
-    """A host's end of a tunnel, which sends what a test wants."""
-
-    def __init__(self, proxy_address, source=None):
-        self.connection = connect(proxy_address, source)
-        self.connection.sendall(PREAMBLE)
-        self._decoder = Decoder(begun=True)
-        self.frames = []
-
-    def send(self, kind, channel, payload=b""):
-        self.connection.sendall(encode(Frame(kind, channel, payload)))
-
-    def open(self, channel, port):
-        self.send(Kind.OPEN, channel, NUMBER.pack(port))
-
-    def receive(self, count=1):
-        """The next frames, without those that only give credit."""
-        while len(self.frames) < count:
-            data = self.connection.recv(1 << 16)
-            assert data, "the proxy has closed the tunnel"
-            self.frames += [frame for frame in self._decoder.feed(data) if frame.kind != Kind.CREDIT]
-        taken, self.frames = self.frames[:count], self.frames[count:]
-        return taken
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.connection.close()
-
-
-def test_one_port_for_all_connections_of_a_host(driver_lease):
-    """The channels of a tunnel lead to the ports that the file lists, and to no other, not even the server's."""
-    with (
-        echo_server() as server,
-        echo_server() as first,
-        echo_server() as second,
-        open_proxy(server, driver_lease, allowed=[first, second]) as (_, proxy_address),
-        Tunnel(proxy_address) as tunnel,
-        connect(proxy_address) as terminal,
-    ):
-        for channel, port in ((1, first), (2, second), (3, server)):
-            tunnel.open(channel, port)
-        assert tunnel.receive() == [Frame(Kind.CLOSE, 3)]
-        for channel in (1, 2):
-            tunnel.send(Kind.DATA, channel, b"to %d" % channel)
-            assert tunnel.receive() == [Frame(Kind.DATA, channel, b"to %d" % channel)]
-        assert is_echoed(terminal)
-
-
-def test_a_broken_tunnel_ends_alone(driver_lease):
-    """One that sends garbage, or opens a channel twice, is closed; the others go on."""
-    with (
-        echo_server() as port,
-        open_proxy(port, driver_lease, allowed=[port]) as (_, proxy_address),
-        Tunnel(proxy_address) as good,
-    ):
-        good.open(1, port)
-        for broken in (b"\xff" * 64, encode(Frame(Kind.OPEN, 1, NUMBER.pack(port))) * 2, encode(Frame(Kind.OPEN, 1))):
-            with Tunnel(proxy_address) as bad:
-                bad.connection.sendall(broken)
-                while not is_closed(bad.connection):
-                    pass
-        good.send(Kind.DATA, 1, b"still here")
-        assert good.receive() == [Frame(Kind.DATA, 1, b"still here")]
-
-
-def test_channels_of_one_address_are_limited(driver_lease, capfd):
-    """Beyond the limit the address gets no channel, over several tunnels, and another address does. Closed ones make room."""
-    with (
-        echo_server() as port,
-        open_proxy(port, driver_lease, allowed=[port]) as (_, proxy_address),
-        Tunnel(proxy_address, "127.0.0.8") as one,
-        Tunnel(proxy_address, "127.0.0.8") as two,
-        Tunnel(proxy_address, "127.0.0.9") as other,
-    ):
-        half = MOST_CHANNELS_PER_PEER // 2
-        for tunnel in (one, two):
-            for channel in range(half):
-                tunnel.open(channel, port)
-                tunnel.send(Kind.DATA, channel, b"x")
-            assert {frame.kind for frame in tunnel.receive(half)} == {Kind.DATA}
-        two.open(half, port)
-        assert two.receive() == [Frame(Kind.CLOSE, half)]
-        other.open(1, port)
-        other.send(Kind.DATA, 1, b"x")
-        assert other.receive() == [Frame(Kind.DATA, 1, b"x")]
-        one.send(Kind.CLOSE, 0)
-        one.open(half, port)  # the proxy reads it after the end of the other one
-        one.send(Kind.DATA, half, b"x")
-        assert one.receive() == [Frame(Kind.DATA, half, b"x")]
-    assert f"127.0.0.8 was refused: {MOST_CHANNELS_PER_PEER} channels of it are open" in capfd.readouterr().err
 
 
 def test_closing_leaves_nothing(driver_lease):
