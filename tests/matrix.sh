@@ -2,8 +2,9 @@
 # Try every supported pair of a Python and a torch: tests/matrix.sh [PYTHON/TORCH ...], for example 3.13/2.14.1
 #
 # Each pair gets a virtual environment that is deleted afterwards, with torch from pip's index (gigabytes each), and runs
-# the tests of worker, state, programs, core and link, and one test with real workers. A table is printed at the end. A pair
-# whose Python is not on this machine is skipped with a line. Exits with 1 if a pair fails, with 2 if none could be tried.
+# the tests of worker, state, programs, core and link, one test with real workers, and the quickstart from the wheel alone. A
+# table is printed at the end. A pair whose Python is not on this machine is skipped with a line. Exits with 1 if a pair
+# fails, with 2 if none could be tried.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +12,8 @@ supported=()
 for python in 3.11 3.12 3.13; do
     for torch in 2.11.0 2.13.0 2.14.1; do supported+=("$python/$torch"); done
 done
-tests=(tests/worker tests/state tests/programs tests/core tests/transport "tests/process/test_lost_workers.py::test_two_die_at_once")
+tests=(tests/worker tests/state tests/programs tests/core tests/transport "tests/process/test_lost_workers.py::test_two_die_at_once"
+    "tests/docs/test_package.py::test_it_runs_with_what_it_declares")
 
 interpreter() { # of version $1: on the PATH, or the newest of pyenv's
     command -v "python$1" && "python$1" -c "" 2> /dev/null && return
@@ -22,8 +24,8 @@ try() { # the Python $1 with the torch $2, in the folder $3
     "$1" -m venv "$3/venv" || return
     local bin="$3/venv/bin"
     grep -v '^torch==' tests/constraints.txt > "$3/constraints.txt"
-    "$bin/python" -m pip install -q -c "$3/constraints.txt" -e . "torch==$2" \
-        hypothesis nbval pytest pytest-timeout scikit-learn || return
+    "$bin/python" -m pip install -q -c "$3/constraints.txt" -e '.[demo]' "torch==$2" \
+        build hatchling hypothesis nbval pytest pytest-timeout || return
     "$bin/python" -m pytest -q -p no:cacheprovider "${tests[@]}"
 }
 
