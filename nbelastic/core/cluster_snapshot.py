@@ -60,26 +60,15 @@ class SavedCluster(Struct, frozen=True):
     external_address: str
 
 
-def snapshot_of(cluster: ClusterState) -> SavedCluster:
-    """The part of this state that the next driver needs."""
-    hosts = tuple(
-        SavedHost(
-            host.spec,
-            host.joined,
-            host.by_hand,
-            host_lifecycle.highest_incarnation(cluster, name),
-            host.phase,
-            host.slots,
-            host.failures,
-            host.retry_at,
-            host.reason,
-        )
-        for name, host in cluster.hosts.items()
-    )
+Saved = tuple[ClusterState, SavedCluster]  # a state, and what was saved of it
+
+
+def snapshot_of(cluster: ClusterState, earlier: Saved | None = None) -> SavedCluster:
+    """The part of this state that the next driver needs. Parts that are the same as in `earlier` are used again."""
     job = cluster.job or Job("")
     return SavedCluster(
         limits=cluster.limits,
-        hosts=hosts,
+        hosts=_hosts(cluster, earlier),
         ending=cluster.ending,
         removed_hosts=tuple(sorted(cluster.removed_hosts)),
         incarnations=cluster.incarnations,
@@ -100,8 +89,39 @@ def snapshot_of(cluster: ClusterState) -> SavedCluster:
         last_formed=cluster.last_formed,
         ranks=job.ranks,
         setup=cluster.setup,
-        ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in cluster.workers.items() if worker.registered),
+        ran=_ran(cluster, earlier),
         resets=cluster.resets,
         driver_address=cluster.driver_address,
         external_address=cluster.external_address,
     )
+
+
+def _hosts(cluster: ClusterState, earlier: Saved | None) -> tuple[SavedHost, ...]:
+    known: dict[str, SavedHost] = {}
+    if earlier is not None and earlier[0].incarnations is cluster.incarnations:
+        if earlier[0].hosts is cluster.hosts:
+            return earlier[1].hosts
+        pairs = zip(earlier[0].hosts.items(), earlier[1].hosts, strict=True)
+        known = {name: saved for (name, host), saved in pairs if cluster.hosts.get(name) is host}
+    return tuple(known.get(name) or _host(cluster, name) for name in cluster.hosts)
+
+
+def _host(cluster: ClusterState, name: str) -> SavedHost:
+    host, newest = cluster.hosts[name], host_lifecycle.highest_incarnation(cluster, name)
+    return SavedHost(
+        host.spec,
+        host.joined,
+        host.by_hand,
+        newest,
+        host.phase,
+        host.slots,
+        host.failures,
+        host.retry_at,
+        host.reason,
+    )
+
+
+def _ran(cluster: ClusterState, earlier: Saved | None) -> tuple[tuple[WorkerId, tuple[int, ...]], ...]:
+    if earlier is not None and earlier[0].workers is cluster.workers:
+        return earlier[1].ran
+    return tuple((w, tuple(sorted(worker.ran))) for w, worker in cluster.workers.items() if worker.registered)

@@ -18,6 +18,16 @@ from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.system import versions
 
+# A worker reports them to the next driver as well: see `WorkerReport`. With many workers they come in thousands.
+REPORTED_AGAIN = (
+    ev.WorkerStarted,
+    ev.WorkerReady,
+    ev.StoreOffered,
+    ev.WorkerPrepared,
+    ev.WorkerFormed,
+    ev.WorkerRaised,
+)
+SAVE_SOON = 0.1  # seconds within which they are saved if no command follows from them
 Execute = Callable[[cmd.Command, float], None]
 AfterDecision = Callable[[ev.Event, ClusterState, tuple[cmd.Command, ...], float], None]
 
@@ -52,6 +62,7 @@ class Decisions:
         self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._can_decide_now = False
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._save_timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """Note in the event log that the cluster's first driver begins."""
@@ -89,6 +100,15 @@ class Decisions:
             self._deadline_timer.cancel()
             self._deadline_timer = None
 
+    def _save_soon(self) -> None:
+        """Save once for many events: with more workers there are more of them, and saving takes longer."""
+        if self._save_timer is None:
+            self._save_timer = asyncio.get_running_loop().call_later(SAVE_SOON, self._save_late)
+
+    def _save_late(self) -> None:
+        self._save_timer = None
+        self._save()
+
     def _decide(self, event: ev.Event) -> None:
         if self._internal_errors.decision_failure:
             self._stop_if_requested(event)
@@ -120,12 +140,13 @@ class Decisions:
             for command in commands:
                 self._execute(command, now)
             return
-        # Save first: if the driver is killed now, it has announced nothing that the next driver cannot know.
         error = call_each(
             [
-                self._save,
+                # First: if the driver is killed now, it has announced nothing that the next driver cannot know.
+                self._save if commands or not isinstance(event, REPORTED_AGAIN) else self._save_soon,
                 partial(self._event_log.note, event, now),
                 *(partial(self._execute, command, now) for command in commands),
+                *([self._save] if commands else []),  # the processes that were started
             ]
         )
         if not self.cluster.suspects:

@@ -311,7 +311,6 @@ class Driver:
             self._components.forget(lost)
         self._decisions.set_deadline_timer(now)
         self._pending.on_decision(event)
-        self.save()
         self._publish()
 
     def save(self) -> None:

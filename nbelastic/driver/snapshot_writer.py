@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.core.cluster_snapshot import SavedCluster, snapshot_of
+from nbelastic.core.cluster_snapshot import Saved, SavedCluster, snapshot_of
 from nbelastic.core.state import ClusterState, is_same
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
@@ -52,7 +52,7 @@ class SnapshotWriter:
         self.code = previous.code if previous is not None else ()
         self._run_folder, self.arguments = run_folder, dict(arguments)
         self._last: DriverSnapshot | None = None
-        self._summary: tuple[ClusterState, SavedCluster] | None = None  # the newest, and what it was made from
+        self._summary: Saved | None = None  # the newest, and what it was made from
         self._output: Any = None
         self._telemetry_saved_at = self._reports_saved_at = 0.0
         self._is_saving = False
@@ -104,7 +104,7 @@ class SnapshotWriter:
             return
         cluster = self._cluster()
         if self._summary is None or not is_same(self._summary[0], cluster, but=("script", "external_nodes")):
-            self._summary = (cluster, snapshot_of(cluster))
+            self._summary = (cluster, snapshot_of(cluster, self._summary))
         snapshot = self._snapshot(self._summary[1])
         if snapshot != self._last:
             snapshot.write(self._run_folder.path)

@@ -12,6 +12,12 @@ TESTED_TORCH = ("2.11", "2.13", "2.14")  # see tests/matrix.sh
 
 def installed() -> dict[str, str]:
     """The versions in this process's environment; empty text for a missing package. No package is imported."""
+    return {**_installed()}
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """It takes milliseconds, and a driver asks for each host."""
     found = {"Python": platform.python_version()}
     for name in ("nbelastic", "torch", "ipyparallel"):
         try:

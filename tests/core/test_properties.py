@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.cluster_snapshot import snapshot_of
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
@@ -180,6 +181,14 @@ class EveryStory(AnyStory):
         self.story.wait(seconds)
 
     # ---- invariants ----
+
+    @invariant()
+    def what_is_saved_is_up_to_date(self):
+        """Parts that have not changed since the earlier save are used again: the whole is as if it were made anew."""
+        earlier = getattr(self, "earlier", None)
+        saved = snapshot_of(self.story.cluster, earlier)
+        assert saved == snapshot_of(self.story.cluster)
+        self.earlier = self.story.cluster, saved
 
     @invariant()
     def cooling_is_visible(self):

@@ -7,8 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nbelastic.core.state import HostPhase
+from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.driver.request_answers import ready_workers
+from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
@@ -181,3 +185,38 @@ def test_the_controller_ends_last(tmp_path):
 
     run_story(story)
     assert stopped_before_close == [False]
+
+
+def test_reports_of_many_workers_are_saved_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a world forms, the driver saves once for many workers. A state is saved before its commands go out."""
+    saved: list[int] = []  # how many members had a world at each save
+    save = SnapshotWriter.save
+
+    def note_and_save(writer: SnapshotWriter) -> None:
+        save(writer)
+        saved.append(len(writer._last.cluster.members) if writer._last is not None else 0)
+
+    monkeypatch.setattr(SnapshotWriter, "save", note_and_save)
+
+    async def story() -> None:
+        async with DriverWithFakes(tmp_path, "a:40", min=40) as fakes:
+            await fakes.advance_time(2.0)
+            asked: list[bool] = []
+            send = fakes.server.send
+
+            def note(peer: str, message: Any) -> None:
+                if isinstance(message, worker_messages.Formation):
+                    asked.append(saved[-1] == 40)
+                send(peer, message)
+
+            fakes.server.send = note
+            before = len(saved)
+            fakes.submit()
+            await fakes.advance_time(2.0)
+            assert len(fakes.ranks) == 40
+            assert asked
+            assert all(asked)
+            assert len(saved) - before < 40, "fewer than one a worker; each has reported three times"
+            assert DriverSnapshot.read(tmp_path / "run").cluster.formed
+
+    run_story(story)
