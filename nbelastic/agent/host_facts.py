@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import selectors
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import cast
 
 import msgspec
 import psutil
@@ -25,6 +28,8 @@ from nbelastic.system import open_files, versions
 GPU_TIMEOUT = 10.0  # seconds for NVML
 CONNECT_TIMEOUT = 3.0  # seconds per target
 LIFETIME = 180  # seconds after which this process ends, also if ssh does not notice that the doctor has ended
+MOST_CALLERS = 256  # connections at the same time, at all addresses; a process may open 1,024 files on many hosts
+PAUSE = 0.05  # seconds after a failed accept
 HALF = 16  # bytes: a caller sends the first half of the token, and receives the second one
 
 
@@ -47,28 +52,58 @@ def _print(answer: object) -> None:
 
 def _listen(addresses: Iterable[str], token: bytes) -> dict[str, int]:
     """Listen at each address; returns the ports."""
-    ports = {}
+    ports, listeners = {}, []
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with suppress(OSError):  # it has just gone, or is an IPv6 address that is still being checked
             listener = socket.create_server((address, 0), family=family)
-            threading.Thread(target=_serve, args=(listener, token), daemon=True).start()
+            listener.setblocking(False)
+            listeners.append(listener)
             ports[address] = int(listener.getsockname()[1])
+    threading.Thread(target=_serve, args=(listeners, token), daemon=True).start()
     return ports
 
 
-def _serve(listener: socket.socket, token: bytes) -> None:
-    while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
+def _serve(listeners: list[socket.socket], token: bytes) -> None:
+    """Accept and answer callers. Strangers can open connections too: for a new one beyond `MOST_CALLERS`, close the oldest."""
+    received: dict[socket.socket, bytes] = {}  # by caller, oldest first
+    with selectors.DefaultSelector() as selector:
+
+        def close(caller: socket.socket) -> None:
+            del received[caller]
+            selector.unregister(caller)
+            caller.close()
+
+        for listener in listeners:
+            selector.register(listener, selectors.EVENT_READ)
+        while True:
+            ready = {cast("socket.socket", key.fileobj) for key, _ in selector.select()}
+            for caller in ready & received.keys():
+                if _is_done(caller, received, token):
+                    close(caller)
+            for listener in ready.intersection(listeners):
+                try:
+                    caller, _ = listener.accept()
+                except OSError:  # no free descriptors, or the caller has gone
+                    time.sleep(PAUSE)
+                    continue
+                caller.setblocking(False)
+                if len(received) >= MOST_CALLERS:
+                    close(next(iter(received)))
+                received[caller] = b""
+                selector.register(caller, selectors.EVENT_READ)
 
 
-def _answer(connection: socket.socket, token: bytes) -> None:
-    """Close the connection of a stranger without an answer."""
-    with connection, suppress(OSError):
-        connection.settimeout(CONNECT_TIMEOUT)
-        if secrets.compare_digest(_receive(connection), token[:HALF]):
-            connection.sendall(token[HALF:])
+def _is_done(caller: socket.socket, received: dict[socket.socket, bytes], token: bytes) -> bool:
+    """Receive from a caller, and answer it. Returns whether to close the connection: of a stranger, without an answer."""
+    try:
+        more = caller.recv(HALF - len(received[caller]))
+        received[caller] += more
+        if len(received[caller]) == HALF and secrets.compare_digest(received[caller], token[:HALF]):
+            caller.sendall(token[HALF:])
+    except OSError:  # after `select` it cannot be a `BlockingIOError`: a connection has room for half a token
+        return True
+    return not more or len(received[caller]) == HALF
 
 
 def _receive(connection: socket.socket) -> bytes:

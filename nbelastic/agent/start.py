@@ -16,6 +16,7 @@ from typing import Any
 
 from nbelastic.system import open_files
 from nbelastic.system.first_line import read_first_line
+from nbelastic.system.folder_paths import compiler_cache
 
 TEMPLATE = "nbelastic.programs.template"  # by name: the agent must not import it
 
@@ -67,6 +68,8 @@ def _set_up_process(settings: dict[str, Any]) -> None:
     threads = settings["threads"] or str(max(1, (os.cpu_count() or 1) // int(settings["settings"]["slots"])))
     # torch looks up the name of each address that its stores connect to. A lost answer would delay a new world by 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+    # torch makes this folder as it is imported. Its default has a name that another user can foresee, and is open to all.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache(settings["run_folder"])))
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
     if settings["cwd"]:
         try:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from tornado.httpserver import HTTPServer
-from tornado.web import Application, HTTPError, RequestHandler
+from tornado.web import Application, RequestHandler
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 from nbelastic.client.cluster import Cluster
@@ -33,9 +33,11 @@ ADDRESS = "127.0.0.1"
 HOSTS = r"^(127\.0\.0\.1|localhost)$"  # other names mean that a web page has made its own name lead here
 TOKEN_TIMEOUT = 2.0  # seconds for a page's first message
 CLOSE_TIMEOUT = 2.0  # seconds in the end for pages that read slowly
-MAX_PAGES = 64
+MAX_PAGES = 64  # that have sent the token
+MAX_UNKNOWN = 64  # that have not: any user of the machine can open them. For a new one, the oldest is closed
 MAX_MESSAGE = 1 << 16  # bytes of a page's message
 MAX_ANSWERS = 64  # that a page has not read
+TOO_MANY = 1013  # the standard code for "try again later": the page does so
 WRONG_TOKEN = 4001  # why a WebSocket is closed; the page shows it
 FILES = {
     "": ("page.html", "text/html"),
@@ -122,7 +124,8 @@ class Pages:
     def __init__(self, cluster: Cluster, token: str) -> None:
         self.cluster, self._token = cluster, token.encode()
         self.feed = DashboardFeed(cluster, by="nbelastic dashboard")
-        self.open: set[_Page] = set()
+        self.open: set[_Page] = set()  # they have sent the token
+        self._unknown: dict[_Page, None] = {}  # oldest first
         self.finished = asyncio.Event()  # the cluster has stopped
         self._loop = asyncio.get_running_loop()
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -152,8 +155,30 @@ class Pages:
         for page in self.open:
             page.show(newest)
 
+    def add(self, page: _Page) -> None:
+        """Note a new page. If there are too many that have not sent the token, drop the oldest."""
+        if len(self._unknown) >= MAX_UNKNOWN:
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.drop()
+        self._unknown[page] = None
+
+    def admit(self, page: _Page) -> bool:
+        """Note that a page has sent the token. Returns whether there is room for it."""
+        if len(self.open) >= MAX_PAGES:
+            return False
+        self._unknown.pop(page, None)
+        self.open.add(page)
+        return True
+
+    def remove(self, page: _Page) -> None:
+        self.open.discard(page)
+        self._unknown.pop(page, None)
+
     async def close(self) -> None:
         """Send the last state to all pages, and close them."""
+        for page in list(self._unknown):
+            page.drop()
         writers = [page.end() for page in self.open]
         if writers:
             await asyncio.wait(writers, timeout=CLOSE_TIMEOUT)
@@ -176,17 +201,13 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def prepare(self) -> None:
-        if len(self._pages.open) >= MAX_PAGES:
-            raise HTTPError(503)
-
     def open(self, *_: str, **__: str) -> None:
         self.set_nodelay(True)
-        self._pages.open.add(self)
+        self._pages.add(self)
         self._timer = asyncio.get_running_loop().call_later(TOKEN_TIMEOUT, self._refuse)
 
     def on_close(self) -> None:
-        self._pages.open.discard(self)
+        self._pages.remove(self)
         for each in (self._timer, self._writer):
             if each is not None:
                 each.cancel()
@@ -199,17 +220,24 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
         if self._is_known:
             self._pages.feed.handle(content, lambda answer: self._pages.call(self._answer, answer))
         elif isinstance(content, dict) and self._pages.is_token(content.get("token")):
-            self._is_known = True
             if self._timer is not None:
                 self._timer.cancel()
+            if not self._pages.admit(self):
+                self.close(TOO_MANY)
+                return
+            self._is_known = True
             self._writer = asyncio.get_running_loop().create_task(self._write())
             self.show(self._pages.feed.newest)
         else:
             self._refuse()
 
     def _refuse(self) -> None:
-        self._pages.open.discard(self)  # at once: it may not answer the close
         self.close(WRONG_TOKEN)
+
+    def drop(self) -> None:
+        """Close the connection at once: this page may not answer the close of a WebSocket."""
+        if self.ws_connection is not None:
+            self.ws_connection.stream.close()
 
     def show(self, newest: tuple[Any, Any]) -> None:
         """Send this key frame and this change."""
@@ -225,10 +253,8 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
         """Send the last state, and close. Returns the task that does it."""
         self._is_ending = True
         self._news.set()
-        return self._writer or asyncio.get_running_loop().create_task(self._close())
-
-    async def _close(self) -> None:
-        self.close()
+        assert self._writer is not None, "only pages that have sent the token are ended"
+        return self._writer
 
     async def _write(self) -> None:
         try:

@@ -21,7 +21,7 @@ from nbelastic.driver.components import Components, Shared
 from nbelastic.driver.decisions import Decisions
 from nbelastic.driver.dependencies import REAL, Dependencies
 from nbelastic.driver.driver_snapshot import DriverSnapshot
-from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.event_log import EVENTS, EventLog
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.liveness import MAX_CHECK_DELAY
@@ -66,7 +66,7 @@ class Driver:
         self._run_folder = run_folder
         self._snapshot_writer = snapshot_writer
         self._clock = dependencies.clock(settings.heartbeat + MAX_CHECK_DELAY)
-        self.event_log = EventLog(settings.log_dir / "events.jsonl", append=snapshot_writer.previous is not None)
+        self.event_log = EventLog(settings.log_dir / EVENTS, append=snapshot_writer.previous is not None)
         self.telemetry = Telemetry(log_dir=str(settings.log_dir))
         self.internal_errors = InternalErrors(settings.name, self.record)
         self._tasks = BackgroundTasks(self.internal_errors.report)

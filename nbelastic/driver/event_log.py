@@ -18,8 +18,9 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord
-from nbelastic.system.private_files import append_private
+from nbelastic.system.private_files import append_private, read_private
 
+EVENTS = "events.jsonl"  # in the log folder
 MAX_READ = 32 << 20  # bytes of each file of the previous driver
 MAX_SIZE = 64 << 20  # bytes of a file; there are two of them
 
@@ -149,15 +150,21 @@ class EventLog:
         try:
             self._is_last_line_complete = self._file.write(data) == len(data)
             if self._file.tell() > MAX_SIZE:
-                self._file.close()
-                self._path.replace(_old_path(self._path))
-                self._file = self._open()
+                self._begin_new_file()
         except OSError as error:
             if not self._has_lost_lines:
                 self._has_lost_lines = True
                 self.record(
                     cmd.Record("log-incomplete", f"lines are missing in the event log: {error}"), time.monotonic(), 0
                 )
+
+    def _begin_new_file(self) -> None:
+        """Rename the full file and open a new one. If that fails, later lines go to the full file."""
+        with suppress(FileNotFoundError):  # an earlier attempt has renamed it
+            if os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno())):
+                self._path.replace(_old_path(self._path))
+        full, self._file = self._file, self._open()
+        full.close()
 
 
 def _old_path(path: Path) -> Path:
@@ -168,7 +175,7 @@ def _read(path: Path) -> tuple[list[EventRecord], bool]:
     """The newest records in both files, and whether the last line is complete."""
     records, line = [], b"\n"
     for each in (_old_path(path), path):
-        with suppress(FileNotFoundError), open(each, "rb") as file:
+        with suppress(OSError), os.fdopen(read_private(each), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_READ))
             for line in file:
                 if b'"record"' in line:

@@ -6,8 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
-from functools import partial
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from nbelastic.driver.metrics import CONTENT_TYPE, metrics
@@ -17,7 +16,8 @@ from nbelastic.system.private_sockets import bind_in
 
 LOOPBACK = "127.0.0.1"
 SOCKET = "metrics"  # in the run folder
-MAX_CONNECTIONS = 8  # at the same time; more are closed
+MAX_CONNECTIONS = 8  # of this user at the same time; more are closed
+MAX_ON_PORT = 32  # of all users at the same time; for a new one, the oldest is closed
 MAX_REQUEST = 8192  # bytes
 TIMEOUT = 5.0  # seconds in which a connection must have sent its request and read the answer
 MAX_AGE = 1.0  # seconds; scrapers that ask more often get the same text
@@ -32,39 +32,52 @@ class MetricsServer:
     ) -> None:
         self._folder, self._port = folder, port
         self._status, self._events = status, events
-        self._open = 0
+        self._open = 0  # connections of the socket in the run folder: other users must not count here
+        self._on_port: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._text, self._made_at = b"", float("-inf")
 
     async def serve(self) -> None:
         """Serve until it is cancelled."""
         async with AsyncExitStack() as stack:
             listener = bind_in(self._folder, SOCKET)
-            server: asyncio.Server = await asyncio.start_unix_server(self._answer, sock=listener, limit=MAX_REQUEST)
+            server: asyncio.Server = await asyncio.start_unix_server(self._on_socket, sock=listener, limit=MAX_REQUEST)
             await stack.enter_async_context(server)
             if self._port is not None:
-                answer = partial(self._answer, is_port=True)
-                server = await asyncio.start_server(answer, LOOPBACK, self._port, limit=MAX_REQUEST)
+                server = await asyncio.start_server(self._on_open_port, LOOPBACK, self._port, limit=MAX_REQUEST)
                 await stack.enter_async_context(server)
             await asyncio.Event().wait()
 
-    async def _answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_port: bool = False
-    ) -> None:
+    async def _on_socket(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
         try:
             if self._open <= MAX_CONNECTIONS:
-                async with asyncio.timeout(TIMEOUT):
-                    request = await reader.readuntil(b"\r\n\r\n")
-                    writer.transport.set_write_buffer_limits(high=0)  # `drain` waits until all is sent
-                    writer.write(_REFUSED if is_port and not _names_this_machine(request) else self._response(request))
-                    await writer.drain()
-                    writer.close()
-                    await writer.wait_closed()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass
+                await self._answer(reader, writer, is_port=False)
         finally:
             self._open -= 1
             writer.transport.abort()
+
+    async def _on_open_port(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A scraper sends its request at once. So the oldest connection is one that sends nothing."""
+        if len(self._on_port) >= MAX_ON_PORT:
+            oldest = next(iter(self._on_port))
+            del self._on_port[oldest]
+            oldest.transport.abort()
+        self._on_port[writer] = None
+        try:
+            await self._answer(reader, writer, is_port=True)
+        finally:
+            self._on_port.pop(writer, None)
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_port: bool) -> None:
+        with suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(TIMEOUT):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.transport.set_write_buffer_limits(high=0)  # `drain` waits until all is sent
+                writer.write(_REFUSED if is_port and not _names_this_machine(request) else self._response(request))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
 
     def _response(self, request: bytes) -> bytes:
         method, _, rest = request.partition(b" ")

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from nbelastic.core.provisioning import too_many_text
 from nbelastic.driver.driver_snapshot import DriverSnapshot
+from nbelastic.driver.log_folder import LOG, prepare_log_folder
 from nbelastic.errors import HostError, NbelasticError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.driver_start import Start, StartReport
@@ -25,14 +26,13 @@ from nbelastic.protocol.local_clusters import claim_name
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.timeouts import STOP_AT_KERNEL_END
 from nbelastic.system import open_files
-from nbelastic.system.private_files import make_private, redirect
+from nbelastic.system.private_files import redirect
 from nbelastic.system.process_identity import pidfd_of
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
 
 log = logging.getLogger("nbelastic")
-LOG = "driver.log"  # in the log folder: the standard output and error of the driver's process
 
 
 def main(path: list[str]) -> None:
@@ -96,7 +96,7 @@ def prepare(start: Start) -> Driver:
             settings = replace(settings, log_dir=Path(previous.log_dir), number=previous.number, owner=previous.owner)
             run_folder.write_number(previous.number)
             submitted = previous.submitted
-        make_private(settings.log_dir)
+        prepare_log_folder(settings.log_dir)
         snapshot_writer = SnapshotWriter(run_folder, start.arguments, previous)
         return Driver(settings, run_folder, snapshot_writer, submitted=submitted, arguments=start.arguments)
     except BaseException:

@@ -18,7 +18,7 @@ from nbelastic.system import ports
 from nbelastic.system.backoff import Backoff
 from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.fault_handling import Report, report_to_log, supervise
-from nbelastic.system.private_files import make_private, replace_private
+from nbelastic.system.private_files import append_private, make_private, replace_private
 from nbelastic.system.process_identity import identity, is_alive, pid_of
 from nbelastic.system.processes import is_stopped, last_output, state_of
 
@@ -207,7 +207,7 @@ class Supervisor:
         options = json.dumps({"files": str(self._stem), "ready": its_end, "driver_lease": self._driver_lease})
         location = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *self._choose_ports())
         try:
-            with self._log.open("ab") as output:
+            with os.fdopen(append_private(self._log), "ab") as output:
                 self._child = subprocess.Popen(  # noqa: ASYNC220  (milliseconds)
                     [sys.executable, "-c", CODE, options, *location, *self._arguments],
                     stdin=subprocess.DEVNULL,

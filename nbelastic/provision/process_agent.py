@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import STDOUT, Popen
 from typing import IO, Any
 
+from nbelastic.system.private_files import append_private
 from nbelastic.system.process_identity import identity, is_alive, pid_of, pidfd_of
 from nbelastic.system.processes import kill_group, last_output
 
@@ -60,7 +61,7 @@ class ProcessAgent:
     def start(self, config: Mapping[str, Any]) -> None:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         line = json.dumps(config).encode() + b"\n"
-        with open(self._log, "ab") as out, _self_held_pipe() as stdin:
+        with os.fdopen(append_private(self._log), "ab") as out, _self_held_pipe() as stdin:
             if len(line) > PIPE_BUFFER:  # else write() would block: the reader is not started yet
                 fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(line))
             stdin.write(line)  # before the start: if the driver is killed now, the agent does not wait for its config

@@ -34,6 +34,11 @@ def runs_folder() -> Path:
     return path
 
 
+def compiler_cache(run_folder: str) -> Path:
+    """Where torch keeps what it has compiled, for later clusters too. `run_folder`: the cluster's on this machine, or empty."""
+    return (Path(run_folder).parents[1] if run_folder else user_folder()) / "inductor"
+
+
 def kept_state_folder(agent_folder: Path, worker: object) -> Path:
     """Where `worker` writes its kept state, in its agent's folder."""
     return agent_folder / f"kept-{str(worker).replace('/', '-')}"

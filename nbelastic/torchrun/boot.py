@@ -13,7 +13,7 @@ import msgspec
 
 from nbelastic.protocol import agent_messages
 from nbelastic.protocol.exit_codes import UNSUCCESSFUL_NODE
-from nbelastic.system.private_files import make_private, redirect
+from nbelastic.system.private_files import make_own, redirect
 from nbelastic.system.processes import die_with_parent
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
@@ -26,8 +26,9 @@ def boot(settings: dict[str, Any]) -> None:
     mp.set_start_method(None, force=True)
     script = msgspec.convert(settings["script"], agent_messages.Script)
     folder = Path(settings["log_dir"])
-    make_private(folder)
-    tempfile.tempdir = str(folder)  # torch unpickles its workers' errors from here: only this user may write files
+    make_own(folder)
+    # Torch unpickles its workers' errors from its temporary files. A user may share the parent of the log folder with a group.
+    tempfile.tempdir = settings["relay"]
     redirect(folder / f"{settings['host']}-elastic.log", 1, 2)  # what torch's agent logs
     _set_environment(script, settings)
 

@@ -26,7 +26,7 @@ def set_interface(name: str, outward: str = "") -> None:
 def log_to(log_dir: str, worker: str) -> None:
     """Append file descriptors 1 and 2 to this worker's log files."""
     folder = Path(log_dir)
-    private_files.make_private(folder)
+    private_files.make_own(folder)
     stem = worker.replace("/", "-").replace("#", "-")
     for fd, ending in ((1, "out"), (2, "err")):
         private_files.redirect(folder / f"{stem}.{ending}", fd)

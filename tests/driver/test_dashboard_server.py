@@ -129,6 +129,26 @@ def test_a_silent_connection_is_closed(visit, monkeypatch):
     visit(story)
 
 
+def test_silent_connections_do_not_keep_a_page_out(visit, monkeypatch):
+    """Any user of the machine can open connections without a token. For a new connection, the oldest of them is closed."""
+    monkeypatch.setattr(dashboard_server, "MAX_UNKNOWN", 8)
+    monkeypatch.setattr(dashboard_server, "MAX_PAGES", 2)
+
+    async def story(site):
+        silent = [await site.connect() for _ in range(8)]
+        refused = await site.page("wrong")
+        async with asyncio.timeout(1):  # the silent ones would be closed in 2 s
+            assert await silent[0].read_message() is None
+        assert await refused.read_message() is None
+        for page in (await site.page(), await site.page()):
+            await read(page, lambda m: "state" in m)
+        late = await site.page()
+        assert await late.read_message() is None
+        assert late.close_code == dashboard_server.TOO_MANY
+
+    visit(story)
+
+
 def test_other_names_and_origins_are_refused(visit):
     """Neither a web page whose name leads to this machine, nor a page of another server here, gets anything."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from nbelastic.client import doctor
 from nbelastic.client.doctor import HERE, Examined, Finding, examine, findings
 from nbelastic.protocol.host_facts import HostFacts, Reached, Target
 from nbelastic.protocol.ids import Gpu
+from tests.support.waiting import until
 
 VERSIONS = {"Python": "3.11.9", "nbelastic": "0.1.0", "torch": "2.13.0", "ipyparallel": "9.2.0"}
 FACTS = HostFacts(VERSIONS, "/usr/bin/python", {"eth0": ("10.0.0.1",)}, {"10.0.0.1": 4711}, "token", open_files=65536)
@@ -89,6 +92,34 @@ def test_a_stranger_gets_no_answer(sent):
         with suppress(ConnectionResetError):  # it was closed with unread bytes
             assert other.recv(64) == b""
         assert host_facts._reach(Target("h", address, port, TOKEN)).error == ""
+
+
+def test_strangers_do_not_keep_a_host_out():
+    """Silent connections beyond a bound cost the oldest ones their place. Where no descriptor is free, it waits for one."""
+    code = f"""
+import resource, sys, time
+from nbelastic.agent import host_facts
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+host_facts.MOST_CALLERS = int(sys.argv[1])
+((_, port),) = host_facts._listen(["127.0.0.1"], {TOKEN.encode()!r}).items()
+print(port, flush=True)
+sys.stdin.read()
+"""
+    for most in (8, 256):
+        command = [sys.executable, "-c", code, str(most)]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+            ExitStack() as stack,
+        ):
+            stack.callback(process.stdin.close)
+            target = Target("h", "127.0.0.1", int(process.stdout.readline()), TOKEN)
+            silent = ExitStack()
+            stack.callback(silent.close)
+            for _ in range(100):
+                silent.enter_context(socket.create_connection((target.address, target.port), 10))
+            if most == 256:
+                silent.close()
+            until(lambda target=target: host_facts._reach(target).error == "", 10)
 
 
 def test_ctrl_c_ends_the_processes_of_the_doctor(monkeypatch):

@@ -7,6 +7,7 @@ import errno
 from nbelastic.core import commands as cmd
 from nbelastic.driver import event_log
 from nbelastic.driver.event_log import EventLog
+from nbelastic.system.private_files import append_private
 
 
 def texts(log):
@@ -61,3 +62,27 @@ def test_a_full_disk_loses_only_lines_of_the_log(tmp_path):
     again = EventLog(tmp_path / "events.jsonl", append=True)
     assert texts(again) == ["before", "after"]
     again.close()
+
+
+def test_a_file_that_cannot_be_opened_again_costs_no_line(tmp_path, monkeypatch):
+    """Where a link takes the place of the full file, lines go to the full one. The link is not followed."""
+    monkeypatch.setattr(event_log, "MAX_SIZE", 500)
+    log = EventLog(tmp_path / "events.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(event_log, "append_private", lambda path: append_private(_with_a_link(path)))
+        for number in range(10):
+            log.record(cmd.Record("test", f"record {number}"), 0.0, 0)
+    assert not (tmp_path / "mine").exists()
+    assert [text for text in texts(log) if "lines are missing in the event log: [Errno 1] it is a link" in text]
+    (tmp_path / "events.jsonl").unlink(missing_ok=True)
+    log.record(cmd.Record("test", "after"), 0.0, 0)
+    log.record(cmd.Record("test", "in the new file"), 0.0, 0)
+    log.close()
+    assert "record 9" in (tmp_path / "events.old").read_text()
+    assert "in the new file" in (tmp_path / "events.jsonl").read_text()
+
+
+def _with_a_link(path):
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.with_name("mine"))
+    return path

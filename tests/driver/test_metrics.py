@@ -7,6 +7,7 @@ import re
 import socket
 import stat
 import urllib.request
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -235,3 +236,23 @@ def test_the_socket_of_a_killed_driver_is_replaced(endpoint, tmp_path):
     with bind_in(path.parent, path.name) as listener:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         listener.listen()
+
+
+def test_silent_connections_of_others_keep_nobody_out(endpoint):
+    """Other users may open the port. They take no place of the socket, and for a new connection the oldest one is closed."""
+    (port,) = random_ports(1, 10_000)
+    _, path = endpoint(metrics_port=port)
+    with ExitStack() as stack:
+
+        def connect():
+            return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+
+        silent = [connect() for _ in range(3 * metrics_server.MAX_ON_PORT)]
+        assert answers(path).startswith("HTTP/1.1 200")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as answer:
+            assert "nbelastic_world_size" in families(answer.read().decode())
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+        silent[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)

@@ -10,7 +10,7 @@ import torch
 
 import nbelastic as nbe
 from tests.process.script_training import REPORT, TRAIN, ScriptTraining, reports_by_rank, torchrun
-from tests.support.processes import alive
+from tests.support.processes import alive, run_folder
 from tests.support.waiting import until
 
 CONTRACT = (
@@ -22,7 +22,7 @@ CONTRACT = (
 # set by both, to different values
 DIFFERENT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 # LINES and COLUMNS are those of a terminal
-OURS_ONLY = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "LINES", "COLUMNS"}
+OURS_ONLY = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "LINES", "COLUMNS", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_error_of_the_first_rank_that_fails(pair, tmp_path, cold):
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "KeyError: 'of rank 1'"), lines
     assert [line.split(",")[0] for line in lines if line.startswith("  File")] == [f'  File "{REPORT}"'] * 2
     until(lambda: "KeyError" in job.logs(rank=1), what="what it printed")
-    until(lambda: not list((pair.log_dir / job.name).glob("*.pickle")), what="torch's error files to be deleted")
+    until(lambda: not list(run_folder(pair).rglob("*.pickle")), what="torch's error files to be deleted")
     until(lambda: not [one["pid"] for one in reports_by_rank(tmp_path) if alive(one["pid"])], what="both to end")
 
 

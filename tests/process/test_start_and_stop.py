@@ -16,6 +16,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.driver.driver_snapshot import DriverSnapshot
+from nbelastic.system.folder_paths import user_folder
 from tests.process import programs
 from tests.process.kernel_process import MARK, marked
 from tests.support.processes import agent_of_worker, alive, driver_pid, leftovers, processes_of, run_folder
@@ -151,8 +152,20 @@ def test_keys_are_kept(make):
         text = file.read_text(errors="replace")
         if any(secret in text for secret in secrets + engine_keys):
             assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
-    for file in cluster.log_dir.rglob("*"):
+    logs = [file for file in files if file.suffix == ".log"]
+    assert len(logs) >= 2, "of an agent and of ipyparallel's controller"
+    for file in (*logs, *cluster.log_dir.rglob("*")):
         assert stat.S_IMODE(file.stat().st_mode) == (0o700 if file.is_dir() else 0o600), file
+
+
+def test_what_torch_compiles_is_private(make, monkeypatch):
+    """Workers keep it in this user's folder for later clusters, unless the user names another folder."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for given, expected in (({}, user_folder() / "inductor"), ({"TORCHINDUCTOR_CACHE_DIR": "/mine"}, "/mine")):
+        cluster = make("localhost:1", env=given)
+        row = cluster.execute("import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])", timeout=20)[0]
+        assert row[1].strip() == str(expected)
+        cluster.stop()
 
 
 KERNEL = """
