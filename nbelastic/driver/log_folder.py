@@ -22,7 +22,9 @@ def prepare_log_folder(folder: Path) -> None:
         make_private(folder)
         found = folder.stat()
         if found.st_uid not in (os.getuid(), 0):
-            raise UsageError(f"log_dir={folder} belongs to another user: name a folder of your own.")
+            raise UsageError(
+                f"log_dir={folder} belongs to another user: name a folder of your own, such as a new one in it."
+            )
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
             raise UsageError(f"all users can write to log_dir={folder}: run `chmod o-w`, or name a new folder in it.")
         for name in (LOG, EVENTS):

@@ -25,7 +25,10 @@ def test_a_log_dir_of_another_user_is_refused(start_hostless, tmp_path, monkeypa
         patch.setattr(os, "stat", of_another_user)
         with pytest.raises(nbe.UsageError) as refused:
             start_hostless()
-    assert str(refused.value) == f"log_dir={tmp_path}/logs belongs to another user: name a folder of your own."
+    assert (
+        str(refused.value)
+        == f"log_dir={tmp_path}/logs belongs to another user: name a folder of your own, such as a new one in it."
+    )
     assert list((tmp_path / f"nbelastic-{os.getuid()}" / "runs").iterdir()) == []
 
 
