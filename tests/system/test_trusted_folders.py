@@ -28,7 +28,7 @@ def own(tmp_path):
 
 @pytest.mark.parametrize("mode", [0o777, 0o702])
 def test_a_parent_that_all_users_can_write_to_is_refused(own, mode):
-    """They could rename what is in it, whoever owns that."""
+    """They could rename what is in it, also what another user owns."""
     shared = own.parents[1]
     shared.chmod(mode)
     assert why_untrusted(own) == (
