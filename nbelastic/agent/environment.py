@@ -24,6 +24,7 @@ from typing import Any
 
 from nbelastic.system.private_files import make_private
 from nbelastic.system.processes import kill_group
+from nbelastic.system.trusted_folders import why_untrusted
 
 READY = "nbelastic.json"  # is in an environment that is whole: what was installed, and its folders of modules
 MAKER = "from nbelastic.agent.environment_maker import main; main()"
@@ -58,8 +59,8 @@ class Environment:
         return True
 
     def _read(self, folder: Path) -> dict[str, Any] | None:
-        if not (folder / READY).exists() or not is_private(folder.parent):
-            return None
+        if not (folder / READY).exists() or why_untrusted(folder.parent):
+            return None  # the maker reports why
         lock = -1
         with suppress(OSError):  # not every file system has locks: then none is removed either
             lock = os.open(lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -130,21 +131,24 @@ class Environment:
 
 
 def environments_folder() -> Path:
-    """Where this user's environments are: beside uv's cache, from which files are linked and not copied."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbelastic" / "environments"
+    """Where this user's environments are: beside uv's cache, from which files are linked and not copied.
+
+    The path has no links: a link could lead elsewhere after the folder was checked.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (cache / "nbelastic" / "environments").resolve()
 
 
-def is_private(folder: Path) -> bool:
-    """Whether no other user can have put an environment there."""
-    found = folder.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+def make_trusted(folder: Path) -> None:
+    """Make a folder from which code is used, if it is missing. OSError if another user could replace what is in it."""
+    make_private(folder)
+    if why := why_untrusted(folder):
+        raise OSError(errno.EPERM, why, str(folder))
 
 
 def lock_of(folder: Path) -> Path:
     """The file that agents lock while they use an environment, so that none is removed. OSError if there can be none."""
-    make_private(folder.parent)
-    if not is_private(folder.parent):
-        raise OSError(errno.EPERM, "it belongs to another user, or others can write to it", str(folder.parent))
+    make_trusted(folder.parent)
     return folder.with_name(f"{folder.name}.lock")
 
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nbelastic.agent.environment import READY, installed_folders, making_lock_of
+from nbelastic.agent.environment import READY, installed_folders, make_trusted, making_lock_of
 from nbelastic.system.processes import die_with_parent
 
 UNUSED = 30 * 24 * 3600  # seconds after which an environment that no agent has used is removed
@@ -86,6 +86,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _make(folder: Path, requirements: Sequence[str], path: Sequence[str]) -> None:
     """Make the environment in a folder beside, and rename that: an environment is whole, or is not there."""
     uv = _uv()
+    _trust_cache(uv, folder.parent)
     parent = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         new = parent / "environment"
@@ -116,6 +117,20 @@ def _uv() -> list[str]:
     if importlib.util.find_spec("uv"):
         return [sys.executable, "-m", "uv"]
     raise NotMadeError(f"uv is missing: `{sys.executable} -m pip install uv` there, or have it in the PATH")
+
+
+def _trust_cache(uv: Sequence[str], folder: Path) -> None:
+    """OSError if another user could replace what is in uv's cache: its files become those of the environment."""
+    found = subprocess.run(
+        [*uv, "cache", "dir"], cwd=folder, capture_output=True, text=True, errors="replace", check=False
+    )
+    if found.returncode:
+        raise NotMadeError(f"uv: {in_one_line(found.stderr.splitlines())}")
+    cache = Path(found.stdout.strip()).resolve()
+    make_trusted(cache)
+    os.environ["UV_CACHE_DIR"] = str(cache)  # without links, which could lead elsewhere from now on
+    with suppress(OSError):  # UV_NO_CACHE has it name a folder that it will not use
+        cache.rmdir()
 
 
 def _run(command: Sequence[str], folder: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from ipyparallel import util
 from ipyparallel.controller import app, heartmonitor
 from ipyparallel.controller import hub as hubs
 from traitlets import Set
@@ -21,6 +22,9 @@ from nbelastic.protocol.local_clusters import remove_without_driver
 from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
 from nbelastic.system.private_files import replace_private
 from nbelastic.system.processes import die_with_parent, kill_group
+
+HANDSHAKE = 5000  # milliseconds in which a connection has to prove its key: three round trips
+SMALL = 1 << 20  # bytes; ports for requests and heartbeats close a connection that announces a longer message
 
 
 def main() -> None:
@@ -50,6 +54,7 @@ def main() -> None:
         }
     )
     Controller.ready = options["ready"]
+    zmq.Context.instance().setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)  # of all its sockets
     Controller.launch_instance(argv=sys.argv[2:], config=config)
 
 
@@ -77,9 +82,27 @@ def _end(args: threading.ExceptHookArgs) -> None:
 
 
 class Controller(app.IPController):  # type: ignore[misc]
-    """Writes to `ready` when it can serve, and ends with its heart monitor."""
+    """Writes to `ready` when it can serve, and ends with its heart monitor.
+
+    ZeroMQ reads messages into memory also before a connection has proved its key. So each port has a limit but those for
+    calls, results and output, which contain the user's arrays.
+    """
 
     ready: int
+
+    def bind(self, socket: Any, url: str) -> Any:
+        """Bind the hub's sockets: for queries, for notifications, and the monitor, which gets copies of all messages."""
+        if url != self.monitor_url:
+            socket.setsockopt(zmq.MAXMSGSIZE, SMALL)
+        return super().bind(socket, url)
+
+    def init_schedulers(self) -> None:
+        super().init_schedulers()
+        for queue in self.children:
+            if queue.name in ("IOPubScheduler", "ControlScheduler"):
+                queue.setsockopt_out(zmq.MAXMSGSIZE, SMALL)  # clients subscribe to output here
+            if queue.name == "ControlScheduler":
+                queue.setsockopt_in(zmq.MAXMSGSIZE, SMALL)
 
     def start(self) -> None:
         os.write(self.ready, b".")
@@ -102,7 +125,14 @@ def start_heartmonitor(*args: Any, **options: Any) -> None:
     assert parent is not None
     die_with_parent(parent=parent.pid or 0)
     heartmonitor.HeartMonitor.handle_pong = _accept_pong
+    heartmonitor.bind = _bind_heartbeat
     heartmonitor.start_heartmonitor(*args, **options)
+
+
+def _bind_heartbeat(socket: Any, url: str, **keys: Any) -> Any:
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
+    socket.setsockopt(zmq.MAXMSGSIZE, SMALL)
+    return util.bind(socket, url, **keys)
 
 
 def _accept_pong(monitor: Any, message: list[bytes]) -> None:

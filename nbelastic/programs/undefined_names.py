@@ -10,6 +10,8 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
+from nbelastic.programs.certain_reads import certain_reads
+
 GUARDS = frozenset({"NameError", "globals", "exec"})
 
 
@@ -24,7 +26,7 @@ def refuse_undefined_names(function: Any) -> None:
         for code in _code_objects(one.__code__):
             sets |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
             if GUARDS.isdisjoint(code.co_names):
-                reads |= dict.fromkeys(_read_names(code, always=True) - one.__globals__.keys(), one.__name__)
+                reads |= dict.fromkeys(certain_reads(code) - one.__globals__.keys(), one.__name__)
     missing = {name: user for name, user in reads.items() if name not in sets and not hasattr(builtins, name)}
     if missing:
         used = ", ".join(f"{name!r} in {user}()" for name, user in sorted(missing.items()))
@@ -59,32 +61,9 @@ def _functions(function: Any) -> Iterator[FunctionType]:
         pending += [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
 
 
-def _read_names(code: CodeType, *, always: bool = False) -> set[str]:
-    """The global names that this code reads; `always`: only those that it does not read under a condition alone."""
-    steps = list(dis.get_instructions(code))
-    branches = _branches(steps) if always else []
-    return {
-        step.argval
-        for step in steps
-        if step.opname == "LOAD_GLOBAL" and not any(begin < step.offset < end for begin, end in branches)
-    }
-
-
-def _branches(steps: list[dis.Instruction]) -> list[tuple[int, int]]:
-    """The parts of the code that a condition may skip, but for bodies of loops: those end with a jump back."""
-    jumps = [step for step in steps if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs]
-    back = [(step.offset, step.argval) for step in jumps if step.argval <= step.offset]
-    forward = [step for step in jumps if "IF" in step.opname or step.opname == "JUMP_FORWARD"]  # over an `else`
-    skipped = [(step.offset, step.argval) for step in forward if step.argval > step.offset]
-    return [
-        (begin, end)
-        for begin, end in skipped
-        if not any(begin < offset < end and target <= _next(steps, begin) for offset, target in back)
-    ]
-
-
-def _next(steps: list[dis.Instruction], offset: int) -> int:
-    return next((step.offset for step in steps if step.offset > offset), offset)
+def _read_names(code: CodeType) -> set[str]:
+    """The global names that this code reads."""
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
 
 
 def _code_objects(code: CodeType) -> Iterator[CodeType]:

@@ -12,18 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nbelastic.errors import UsageError
+from nbelastic.system.trusted_folders import why_untrusted
 
 _LOCKED = "run-"  # how the names of locked process folders begin
 
 
 def user_folder() -> Path:
     """The private folder of this user, made if it is missing. UsageError if another user could have written to it."""
-    path = Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}"
+    path = Path(tempfile.gettempdir()).resolve() / f"nbelastic-{os.getuid()}"
     with contextlib.suppress(FileExistsError):  # the path may also be a file
         path.mkdir(mode=0o700)
     found = path.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
         raise UsageError(f"{path} belongs to another user or is open to others: remove it or set TMPDIR.")
+    if why := why_untrusted(path, trust_groups=True):
+        raise UsageError(f"{why}, or set TMPDIR to another folder.")
     return path
 
 

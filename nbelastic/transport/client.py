@@ -35,6 +35,7 @@ from nbelastic.transport.sockets import (
     CLOSE_LINGER,
     DISCONNECTED,
     HEARTBEAT,
+    MAX_MESSAGE,
     RELAY,
     RETRANSMIT,
     SOCKET_OPTIONS,
@@ -108,8 +109,10 @@ class Client:
 
     def send(self, message: messages.Message | ev.Event) -> None:
         self._reports.pop(type(message), None)  # an older report must not follow this message
-        self._queue.append(encode(message))
-        self.wake()
+        frame = encode(message)
+        if self._fits(frame, message):
+            self._queue.append(frame)
+            self.wake()
 
     def report(self, message: messages.Message | ev.Event) -> None:
         """Send the newest message of this kind, unless a newer one replaces it before it goes out. It may be lost."""
@@ -297,7 +300,18 @@ class Client:
         self._send_all(socket, delivery.due(now))
         while self._reports and now - self.heard_at <= REPORT_SILENCE * self._heartbeat:
             _, message = self._reports.popitem()
-            self._send_all(socket, [(delivery.head(), encode(message))])
+            if self._fits(frame := encode(message), message):
+                self._send_all(socket, [(delivery.head(), frame)])
+
+    def _fits(self, frame: bytes, message: object) -> bool:
+        """Whether the driver takes a message of this length; it would close the connection, and the next one too."""
+        if len(frame) > MAX_MESSAGE:
+            log.warning(
+                "a message %s of %d bytes is too long for the driver, and is dropped",
+                type(message).__name__,
+                len(frame),
+            )
+        return len(frame) <= MAX_MESSAGE
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
         """Send messages that are kept here until acknowledged, or may be lost. Each is also a heartbeat."""

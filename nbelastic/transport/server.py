@@ -42,6 +42,7 @@ from nbelastic.transport.sockets import (
     BATCH,
     HEARTBEAT,
     MAX_MESSAGE,
+    MAX_TO_DRIVER,
     RETRANSMIT,
     SOCKET_OPTIONS,
     TURN,
@@ -117,7 +118,7 @@ class Server:
         # A plain socket, read in batches: zmq.asyncio costs five times as much, and never yields while messages wait.
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context)
         self._socket = plain.socket(zmq.ROUTER)
-        for option, value in SOCKET_OPTIONS.items():
+        for option, value in (SOCKET_OPTIONS | {zmq.MAXMSGSIZE: MAX_TO_DRIVER}).items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects takes over its name
         self._socket.curve_server = True

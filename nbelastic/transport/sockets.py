@@ -10,7 +10,11 @@ import zmq
 
 HEARTBEAT = 1.0  # default seconds between heartbeats, in both directions
 
-MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
+MAX_MESSAGE = 1 << 20  # bytes; a longer one to the driver is dropped
+
+MAX_TO_DRIVER = (
+    2 * MAX_MESSAGE
+)  # bytes of a frame, also before the handshake: the server closes a connection that sends more
 
 CLOSE_LINGER = 500  # milliseconds for an end that closes to send its queue
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -262,8 +263,45 @@ def test_an_environment_in_a_folder_of_others_is_not_used(cache):
     assert not environment.use()
     assert made(environment) is False
     assert environment.text == (
-        f"{cache}: it belongs to another user, or others can write to it; --env XDG_CACHE_HOME=FOLDER names another place"
+        f"{cache}: all users can write to {cache}, and could put other code there: `chmod go-w {cache}`; "
+        "--env XDG_CACHE_HOME=FOLDER names another place"
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes folders of other users")
+@pytest.mark.parametrize("name", ["nbelastic", "uv"])
+def test_nothing_is_made_in_a_folder_that_another_user_made_first(tmp_path, wheels, name):
+    """A cache folder for all users, as /tmp is: the one who made its subfolder could swap what is in that later."""
+    theirs = tmp_path / "cache" / name
+    theirs.mkdir(parents=True)
+    theirs.parent.chmod(0o1777)
+    os.chown(theirs, 65534, 65534)
+    environment = Environment([*wheels, "only-there"])
+    assert made(environment) is False
+    assert (
+        f": {theirs} belongs to another user ({pwd.getpwuid(65534).pw_name}), who could put other code there; --env"
+        in environment.text
+    )
+
+
+def test_an_environment_made_before_is_not_used_once_a_parent_is_open(tmp_path, cache):
+    """Each start checks the folder and all its parents."""
+    environment = Environment(["one"])
+    environment._folder.mkdir(parents=True)
+    (environment._folder / READY).write_text(json.dumps({"packages": {}, "paths": []}))
+    (tmp_path / "cache").chmod(0o777)
+    assert not environment.use()
+
+
+def test_a_link_in_the_path_is_followed_once(tmp_path, monkeypatch, wheels, settings):
+    """The environment is used at the place that was checked, wherever the link leads later."""
+    monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    environment = Environment([*wheels, "only-there"])
+    assert made(environment), environment.text
+    assert environment._folder.is_relative_to(tmp_path / "real")
 
 
 def test_without_requirements_nothing_is_made(cache):

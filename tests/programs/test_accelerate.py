@@ -14,6 +14,7 @@ def integration():
     """Imported late, because Accelerate takes seconds; its warnings are its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        pytest.importorskip("accelerate")
         return import_module("nbelastic.integrations.accelerate_sharding")
 
 

@@ -18,6 +18,7 @@ def integration():
     """Imported late, because Lightning takes seconds; its warnings are its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        pytest.importorskip("lightning")
         return import_module("nbelastic.integrations.lightning")
 
 

@@ -48,9 +48,63 @@ def optional(has_tracker):
         other.log(1)
     return known if has_tracker else default
 
+def returns_early(has_tracker):
+    if not has_tracker:
+        return None
+    return tracker.finish()
+
+def skips(data, has_tracker):
+    for batch in data:
+        if has_tracker:
+            tracker.log(batch)
+            continue
+        print(batch)
+    while has_tracker and tracker.flush():
+        tracker.wait()
+
+def never_returns(has_tracker):
+    if has_tracker:
+        tracker.log(1)
+    raise ValueError
+
+def runs_for_ever(has_tracker):
+    while True:
+        if has_tracker:
+            tracker.log(1)
+
 def loops(more):
     while more():
         train_step()
+
+def loops_over(data, lock):
+    for batch in data:
+        for part in batch:
+            with lock:
+                train_step()
+    return 1
+
+def loops_from_the_top(more):  # as Python 3.14 compiles `while more()`
+    while True:
+        if more():
+            train_step()
+        else:
+            break
+
+def on_both_sides(fast):
+    if fast:
+        return train_step()
+    return [train_step()]
+
+def tries(path):
+    try:
+        train_step()
+    except OSError:
+        return 0
+    return 1
+
+def ends_with_an_error():
+    train_step()
+    raise ValueError
 
 @functools.cache
 def decorated():
@@ -72,7 +126,13 @@ def notebook():
         ("uses_helper", "'deeper' in helper()"),
         ("inside", "'unknown' in inside()"),
         ("decorated", "'missing' in decorated()"),
-        ("loops", "'train_step' in loops()"),
+        *(
+            (name, f"'train_step' in {name}()")
+            for name in (
+                *("loops", "loops_over", "loops_from_the_top"),
+                *("on_both_sides", "tries", "ends_with_an_error"),
+            )
+        ),
     ],
 )
 def test_an_undefined_name_is_named_with_its_function(notebook, function, missing):
@@ -82,7 +142,13 @@ def test_an_undefined_name_is_named_with_its_function(notebook, function, missin
     assert f": {missing}. Define" in str(error.value)
 
 
-@pytest.mark.parametrize("function", ["guarded", "asks", "optional", "uses_setter", "setter"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("guarded", "asks", "optional", "uses_setter", "setter"),
+        *("returns_early", "skips", "never_returns", "runs_for_ever"),
+    ],
+)
 def test_a_name_that_may_be_missing_is_no_error(notebook, function):
     """One that is guarded against, is read under a condition only, or is set by another function."""
     refuse_undefined_names(notebook[function])

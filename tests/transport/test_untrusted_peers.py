@@ -117,19 +117,38 @@ def test_an_invalid_message_is_counted_logged_once_and_dropped(kind, caplog):
     assert len(caplog.text) < 1000
 
 
-def test_a_huge_message_ends_its_senders_connection():
-    """A message far above the limit is not read into memory: its connection is closed, and other peers go on."""
+@pytest.mark.parametrize("size", [3, 64])
+def test_a_huge_message_ends_its_senders_connection(size):
+    """A message of more than twice the limit is not read into memory: its connection is closed, and other peers go on."""
 
     async def story():
         async with running_driver() as driver:
             with raw_socket(driver) as socket:
                 async with connected_client(driver, "agent/a", agent_messages.ToAgent) as agent:
-                    socket.send(b"x" * (64 * MAX_MESSAGE))
+                    socket.send(b"x" * (size * MAX_MESSAGE))
                     agent.send(agent_messages.AgentHello("a", 1, {}))
                     await until(lambda: driver.received_from("agent/a"))
                     assert driver.received_from(PEER) == []
+                    assert not driver.server.dropped
 
     asyncio.run(story())
+
+
+def test_a_message_that_is_too_long_for_the_driver_is_dropped_by_its_sender(caplog):
+    """It costs one line. Sent, it would end the connection, and be retransmitted on each next one."""
+
+    async def story():
+        async with (
+            running_driver() as driver,
+            connected_client(driver, "agent/a", agent_messages.ToAgent) as agent,
+        ):
+            agent.send(agent_messages.AgentHello("x" * (3 * MAX_MESSAGE), 1, {}))
+            agent.send(agent_messages.AgentHello("a", 1, {}))
+            await until(lambda: driver.received_from("agent/a"))
+            assert driver.received_from("agent/a") == [agent_messages.AgentHello("a", 1, {})]
+
+    asyncio.run(story())
+    assert "a message AgentHello of 3145" in caplog.text
 
 
 @pytest.mark.parametrize(

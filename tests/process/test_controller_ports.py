@@ -1,0 +1,62 @@
+"""The ports of ipyparallel's controller, to a connection that has no key."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from contextlib import ExitStack, closing, suppress
+
+from nbelastic.ipp.supervisor import Supervisor
+from tests.hosts.attacker import greeting
+from tests.support.driver_lease import until_the_end
+from tests.support.waiting import until_async
+
+LARGE = ("mux", "task", "broadcast")  # ports for calls, whose messages contain the user's arrays
+
+
+def test_a_connection_without_a_key_cannot_fill_the_controllers_memory(tmp_path):
+    """Ports for requests close one that announces 4 GiB. The other ports close it after some seconds without a handshake."""
+
+    async def story() -> None:
+        controller = Supervisor(tmp_path / "ipython", "flooded", 8.0, until_the_end(tmp_path))
+        await controller.start()
+        infos = {kind: controller.information(kind) for kind in ("client", "engine")}
+        ports = {
+            (kind, name, port)
+            for kind, info in infos.items()
+            for name, found in info.items()
+            for port in (found if isinstance(found, list) else [found])
+            if isinstance(port, int)
+        }
+        assert len(ports) >= 13
+        with ExitStack() as closing_all:
+            sockets = {}
+            for port in ports:
+                await until_async(lambda port=port: is_open(port[2]))  # its queues begin last
+                sockets[port] = closing_all.enter_context(socket.create_connection(("127.0.0.1", port[2])))
+                sockets[port].sendall(greeting(b"CURVE") + b"\x06" + struct.pack(">Q", 1 << 32))
+            large = {port for port in ports if port[1] in LARGE or port[:2] == ("engine", "iopub")}
+            for port in ports - large:
+                sockets[port].settimeout(2.0)
+                await asyncio.to_thread(read_to_end, sockets[port])
+            began = time.monotonic()
+            for port in large:
+                sockets[port].settimeout(8.0)
+                await asyncio.to_thread(read_to_end, sockets[port])
+            assert time.monotonic() - began < 8.0
+        await controller.stop()
+
+    asyncio.run(story())
+
+
+def is_open(port: int) -> bool:
+    with closing(socket.socket()) as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+def read_to_end(connection: socket.socket) -> None:
+    with suppress(ConnectionResetError):
+        while connection.recv(1000):
+            pass
