@@ -207,6 +207,7 @@ class BatchAgent:
         self.job = ""  # its number, once it is submitted
         self._killed = self._ended = False
         self._error = ""  # from the batch system
+        self.is_refused = False  # its submission has failed
         self._state = ""
         self._asked_at = float("-inf")
 
@@ -281,7 +282,7 @@ class BatchAgent:
             self._on_stop(code)
 
     def _fail(self, error: str) -> None:
-        self._error = error
+        self._error, self.is_refused = error, True
         self._end(1)
 
     # ---- in the submission's thread ----
