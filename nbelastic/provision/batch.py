@@ -207,9 +207,10 @@ class BatchAgent:
         self.job = ""  # its number, once it is submitted
         self._killed = self._ended = False
         self._error = ""  # from the batch system
-        self.is_refused = False  # its submission has failed
+        self.problem = ""  # what happened to the job before it could run, as "could not be submitted: …"
         self._state = ""
         self._asked_at = float("-inf")
+        self._successor = 0.0  # seconds before the time limit at which the job's successor is submitted; 0: it has none
 
     # ---- in the loop's thread ----
 
@@ -227,7 +228,8 @@ class BatchAgent:
             lines.append(f"cd {shlex.quote(cwd)} || exit 1")
         lines.append(f"exec {shlex.join([python or sys.executable, '-c', TUNNELLED_AGENT])}")
         slots = str(config.get("settings", {}).get("slots") or 1)
-        self._lead = min(max(LEAST_LEAD, math.ceil(config.get("successor", 0.0))), LONGEST_LEAD)
+        self._successor = config.get("successor", 0.0)
+        self._lead = min(max(LEAST_LEAD, math.ceil(self._successor)), LONGEST_LEAD)
         texts = {self._config: json.dumps(config), self._script: "\n".join(lines) + "\n"}
         threading.Thread(target=self._submit, args=(texts, slots), name="nbelastic-submit").start()
 
@@ -272,9 +274,18 @@ class BatchAgent:
             self._state, self._error = "", f"Slurm job {self.job}: {state}{why}"
             self._remove_secrets()
             self._end(_exit_code(state, _field(out, "ExitCode")))
+        elif self._successor and (advice := sbatch_options.too_short(_field(out, "TimeLimit"), self._successor)):
+            self._refuse(f"its time limit is {_field(out, 'TimeLimit')}: {advice}")
         else:
             self._state = _UNFINISHED.get(state, state.lower()) + (why if state == "PENDING" else "")
         return self._state
+
+    def _refuse(self, why: str) -> None:
+        """Cancel the job before its agent has connected: it would be replaced at once, again and again."""
+        self._state, self.problem = "", f"was cancelled by nbelastic: {why}"
+        self._cancel(self.job)
+        self._remove_secrets()
+        self._end(1)
 
     def _end(self, code: int | None) -> None:
         if not self._ended:
@@ -282,7 +293,7 @@ class BatchAgent:
             self._on_stop(code)
 
     def _fail(self, error: str) -> None:
-        self._error, self.is_refused = error, True
+        self._error, self.problem = error, f"could not be submitted: {error}"
         self._end(1)
 
     # ---- in the submission's thread ----

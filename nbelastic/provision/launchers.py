@@ -66,8 +66,8 @@ class BatchJobAgent:
     def _stopped(self, code: int | None) -> None:
         if code is None:
             self._on_stop("its batch job was cancelled by nbelastic")
-        elif self._batch.is_refused:
-            self._on_stop(f"its batch job could not be submitted: {_in_one_line(self._batch.output())}")
+        elif self._batch.problem:
+            self._on_stop(f"its batch job {_in_one_line(self._batch.problem)}")
         else:
             self._on_stop(_explain_exit("batch job", code, self._batch.output()))
 
