@@ -28,6 +28,7 @@ from traitlets import List, TraitError, Unicode
 
 from nbelastic.errors import DiscoveryError, UsageError
 from nbelastic.provision import sbatch_options
+from nbelastic.provision.job_cancellation import cancel
 from nbelastic.provision.run_program import run_program
 from nbelastic.provision.ssh import TUNNELLED_AGENT
 from nbelastic.system.private_files import make_private, replace_private
@@ -103,7 +104,6 @@ _RESERVED = {
     "output_limit",
     "stop_timeout",
 }
-_CANCEL = 'for i in 1 2 3; do "$@" && exit; sleep 2; done >/dev/null 2>&1 </dev/null &'
 # Slurm's states of a job (manual page squeue), and what the dashboard shows for them
 _UNFINISHED = {"PENDING": "queued", "REQUEUED": "queued", "CONFIGURING": "node starting", "RUNNING": "running"}
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
@@ -239,12 +239,12 @@ class BatchAgent:
         self.job = job
 
     def kill(self) -> None:
-        """Cancel the job and return at once. Another process tries three times, also if this one ends."""
+        """Cancel the job and return at once. Another process tries again, also if this one ends."""
         with self._lock:
             self._killed = True
             job = self.job
         if job and not self._ended:
-            self._cancel(job)
+            cancel(self._launcher.delete_command, job)
         self._remove_secrets()
         if self._loop is not None:
             self._loop.call_soon(self._end, None)
@@ -283,7 +283,7 @@ class BatchAgent:
     def _refuse(self, why: str) -> None:
         """Cancel the job before its agent has connected: it would be replaced at once, again and again."""
         self._state, self.problem = "", f"was cancelled by nbelastic: {why}"
-        self._cancel(self.job)
+        cancel(self._launcher.delete_command, self.job)
         self._remove_secrets()
         self._end(1)
 
@@ -313,7 +313,7 @@ class BatchAgent:
             self.job = job
             killed = self._killed
         if killed and job:
-            self._cancel(job)
+            cancel(self._launcher.delete_command, job)
         if killed or failure:
             self._remove_secrets()
         if failure and self._loop is not None:
@@ -339,11 +339,6 @@ class BatchAgent:
         if isinstance(made, ipp.LSFLauncher) and made.submit_command == ["bsub"]:
             # ipyparallel passes the command to a shell, and reads only the output.
             made.submit_command, made.job_id_regexp, made.job_id_regexp_group = ["bsub 2>&1 "], r"<(\d+)>", 1
-
-    def _cancel(self, job: str) -> None:
-        """Cancel the job in a process that outlives this one; return at once."""
-        command = ["/bin/sh", "-c", _CANCEL, "sh", *self._launcher.delete_command, job]
-        subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
 
     def _remove_secrets(self) -> None:
         """Remove the configuration, which holds keys, and the script: the environment in it may hold some."""
