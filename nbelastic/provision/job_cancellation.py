@@ -14,7 +14,7 @@ for pause in $PAUSES; do
     text=$("$@" 2>&1) && exit
     tries=$((tries + 1))
     case $text in
-        *ontroller*|*"imed out"*|*onnect*) ;;
+        *controller*|*Controller*|*"timed out"*|*connect*|*Connect*) ;;
         *) [ $tries -lt 3 ] || exit ;;
     esac
     sleep $pause
