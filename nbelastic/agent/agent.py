@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from nbelastic.agent import cloud_notices
+from nbelastic.agent import cloud_notices, time_limit
 from nbelastic.agent.code_store import CodeStore
 from nbelastic.agent.config import Config
 from nbelastic.agent.environment import Environment
@@ -53,7 +53,6 @@ from nbelastic.system.running_agents import Notice
 from nbelastic.system.tunnel_folder import driver_endpoint
 from nbelastic.transport.client import Client
 
-LIMIT_SPARE = 15.0  # seconds between the end that the agent announces and its job's time limit
 SUSPENDED = 2.0  # seconds; a thread that runs later than planned by more than this was stopped with its process
 CHECK = 0.1  # seconds between checks of the workers' process states
 SAMPLE = 1.0  # seconds between samples
@@ -99,8 +98,7 @@ class Agent:
         signal.signal(signal.SIGTERM, lambda *_: self._on_notice(None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._config.successor:
-            limit = Notice(max(0.0, self._config.successor - LIMIT_SPARE), "the time limit of its job")
-            signal.signal(signal.SIGUSR1, lambda *_: self._on_notice(limit))
+            time_limit.watch(self._config.successor, self._on_notice)
         with contextlib.ExitStack() as at_end:
             self._set_up(at_end)
             common = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}

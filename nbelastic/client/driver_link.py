@@ -18,6 +18,7 @@ from nbelastic.client.configuration import Configuration
 from nbelastic.client.connection import Connection
 from nbelastic.client.discovery_poller import DiscoveryPoller
 from nbelastic.client.driver_process import start_driver_process
+from nbelastic.client.progress import ProgressLine, describe_progress, terminal
 from nbelastic.client.replacement import DriverReplacement
 from nbelastic.client.saved_arguments import BY_CLIENTS
 from nbelastic.client.waiting import ANSWER_TIMEOUT, wait_for_result
@@ -164,10 +165,12 @@ class DriverLink:
         self._begin(self._start_driver(Start(settings, configuration.arguments, submitted=submitted)))
 
     def wait_for_start(self, timeout: float | None) -> None:
-        """Wait until `min` workers are ready, for `timeout` seconds (default: elastic_timeout)."""
+        """Wait until `min` workers are ready, for `timeout` seconds (default: elastic_timeout). A terminal shows the reason."""
         limits = self.configuration.settings.limits
         time_limit = limits.elastic_timeout if timeout is None else timeout
-        self.ask(requests.WaitForStart(limits.min), time_limit, f"{limits.min} ready workers", cancel=True)
+        request, what = requests.WaitForStart(limits.min), f"{limits.min} ready workers"
+        with ProgressLine(lambda: describe_progress(self.newest.status) if self.newest else "", terminal()) as progress:
+            self.ask(request, time_limit, what, cancel=True, on_pieces=lambda _: progress.show())
 
     def attach(
         self,

@@ -35,7 +35,8 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
             break
         if host.phase is HostPhase.STARTING:
             is_explained = name in cluster.probing or host.prepares_by
-            found.append(Missing("probed", name, host.reason) if is_explained else Missing("host starting", name))
+            starting = Missing("host starting", name, since=host.since)
+            found.append(Missing("probed", name, host.reason) if is_explained else starting)
         elif host.phase is HostPhase.LOST:
             found.append(Missing("lost", name, host.reason, until=host.retry_at))
         elif not host.full:

@@ -16,6 +16,7 @@ from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import Gpu, HostSpec
 
 NAMES = 1000  # removed hosts whose highest incarnations are known one by one
+REPLACES = "it takes the place of"
 FORGOTTEN = ""  # the key for all other removed hosts: the highest incarnation of any of their workers
 
 
@@ -62,7 +63,7 @@ def add_successor(cluster: ClusterState, ending: Host, now: float, out: Commands
         slots=(unused,) * ending.spec.slots,
         since=now,
         phase=HostPhase.LOST,  # it is started like one that was lost
-        reason=f"it takes the place of {ending.spec.name}",
+        reason=f"{REPLACES} {ending.spec.name}",
         failures=failures,
         retry_at=now + wait,
         by_hand=True,  # no discovery lists it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from msgspec import Struct
@@ -53,6 +54,7 @@ MISSING = MappingProxyType(
         "starting": "{name} ({age})",
         "in a setup cell": "{name} (in a setup cell for {age})",
         "host starting": "{name} to start",
+        "host queued": "{name} ({why}, {age})",
         "node": "{name}",
         "probed": "{name}: {why}",
         "lost": "{name} (lost: {why}; tried again in {left})",
@@ -61,6 +63,7 @@ MISSING = MappingProxyType(
         "failed": "{name} (failed: {why})",
     }
 )
+NO_STATES: Mapping[str, str] = MappingProxyType({})
 MOST = 3  # names, and missing things, in one sentence
 
 
@@ -94,8 +97,8 @@ def and_also(reason: Reason, then: Reason) -> Reason:
     return replace(reason, then=last)
 
 
-def in_words(reason: Reason, now: float) -> str:
-    """The sentence, at `now` (seconds, monotonic)."""
+def in_words(reason: Reason, now: float, states: Mapping[str, str] = NO_STATES) -> str:
+    """The sentence, at `now` (seconds, monotonic). `states`: by host, the states of jobs whose agents have not started yet."""
     sentence = SENTENCES[reason.kind].format(
         done=reason.done,
         of=reason.of,
@@ -106,10 +109,15 @@ def in_words(reason: Reason, now: float) -> str:
     )
     clauses = [sentence]
     if reason.missing is not None:
-        clauses.append(missing_in_words(reason.missing, now))
+        clauses.append(missing_in_words(tuple(_with_state(each, states) for each in reason.missing), now))
     if reason.then is not None:
-        clauses.append(in_words(reason.then, now))
+        clauses.append(in_words(reason.then, now, states))
     return "; ".join(clauses)
+
+
+def _with_state(missing: Missing, states: Mapping[str, str]) -> Missing:
+    state = states.get(missing.name, "") if missing.state == "host starting" else ""
+    return Missing("host queued", missing.name, state, missing.since) if state else missing
 
 
 def listed(names: tuple[str, ...]) -> str:

@@ -47,7 +47,8 @@ KILL_TIMEOUT = 1.0  # seconds in which a killed process ends
 class Agents:
     """Lives in the driver's thread.
 
-    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, and `save` saves the driver snapshot.
+    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, `save` saves the driver snapshot, and
+    `changed` publishes the status.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class Agents:
         post: Callable[[ev.Event], None],
         record: Callable[[cmd.Record], None],
         save: Callable[[], None],
+        changed: Callable[[], None],
     ) -> None:
         self._settings, self._server, self._keys, self._clock = settings, server, keys, clock
         self._telemetry, self._dependencies = telemetry, dependencies
-        self._post, self._record, self._save = post, record, save
+        self._post, self._record, self._save, self._changed = post, record, save, changed
         self._loop = asyncio.get_running_loop()
         self._handles: dict[str, AgentHandle] = {}  # by host
         self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
@@ -140,12 +142,18 @@ class Agents:
         """
         while True:
             await asyncio.sleep(BATCH_JOB_INTERVAL)
-            self._telemetry.batch_jobs = {
-                host: await handle.agent.state()
-                for host, handle in list(self._handles.items())
-                if isinstance(handle.agent, BatchJobAgent | PodAgent | PodTunnel)
-                and handle.peer not in self._server.heard_at
-            }
+            shown, states = (
+                self._telemetry.batch_jobs,
+                {
+                    host: await handle.agent.state()
+                    for host, handle in list(self._handles.items())
+                    if isinstance(handle.agent, BatchJobAgent | PodAgent | PodTunnel)
+                    and handle.peer not in self._server.heard_at
+                },
+            )
+            self._telemetry.batch_jobs = states
+            if states or shown:  # also unchanged ones: the reasons say for how long they have waited
+                self._changed()
             for event in announced_ends({host: handle.agent for host, handle in self._handles.items()}):
                 self._post(event)
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy

@@ -113,6 +113,7 @@ class Components:
             post=shared.post,
             record=shared.record,
             save=shared.save,
+            changed=shared.publish_soon,
         )
         self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
         self.engines = Engines(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 
+from nbelastic.core.host_lifecycle import REPLACES
 from nbelastic.core.host_slots import host_backoff_until
 from nbelastic.core.reasons import in_words
-from nbelastic.core.state import ClusterState, Host, Worker
+from nbelastic.core.state import ClusterState, Host, HostPhase, Worker
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers
@@ -22,8 +24,10 @@ from nbelastic.protocol.status import (
     WorkerCopies,
     WorkerStatus,
 )
+from nbelastic.provision.slurm_reasons import advice_for
 from nbelastic.system import versions
 
+_STATE = re.compile(r"^(\w+) \(([^()]*)\)$")  # queued (Resources)
 MAX_DRIFT = 0.5  # seconds; a larger difference means that the wall clock was set or the machine was suspended
 
 
@@ -72,7 +76,7 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
     return Status(
         name=name,
         phase=cluster.phase,
-        reason=f"stopped: {cluster.stopping}" if cluster.phase == "finished" else in_words(cluster.reason, now),
+        reason=_cluster_reason(cluster, telemetry, now),
         generation=cluster.generation,
         world_size=len(cluster.members) if cluster.has_world else 0,
         min=cluster.limits.min,
@@ -110,10 +114,30 @@ def _worker_reason(w: WorkerId, worker: Worker, telemetry: Telemetry) -> str:
     return "; ".join(text for text in texts if text)
 
 
+def _cluster_reason(cluster: ClusterState, telemetry: Telemetry, now: float) -> str:
+    """Why the next thing has not happened yet. For batch jobs in it, what a person must do if they can never start."""
+    if cluster.phase == "finished":
+        return f"stopped: {cluster.stopping}"
+    queued = {
+        name: state
+        for name, state in telemetry.batch_jobs.items()
+        if state and name in cluster.hosts and cluster.hosts[name].phase is HostPhase.STARTING
+    }
+    states = {name: _STATE.sub(r"\1: \2", state) for name, state in queued.items()}
+    text = in_words(cluster.reason, now, states)
+    advice = {advice_for(state): None for name, state in queued.items() if f"{name} ({states[name]}, " in text}
+    return "; ".join([text, *filter(None, advice)])
+
+
 def _host_reason(host: Host, telemetry: Telemetry) -> str:
+    state = telemetry.batch_jobs.get(host.spec.name, "")
+    if state and host.phase is HostPhase.STARTING:  # an earlier failure must not hide what its next job waits for
+        advice = advice_for(state)
+        before = host.reason if host.reason.startswith(REPLACES) or not host.failures else f"before: {host.reason}"
+        return "; ".join(filter(None, (f"{state}: {advice}" if advice else state, before)))
     sample = telemetry.host_samples.get(host.spec.name)
     slower = f"slower than it could be: {'; '.join(sample.throttled)}" if sample and sample.throttled else ""
-    return host.reason or slower or telemetry.batch_jobs.get(host.spec.name, "")
+    return host.reason or slower
 
 
 def _workers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -107,6 +108,19 @@ def without_comment(line: str) -> str:
     return line[:end] if line[end:].lstrip().startswith("#") else line
 
 
+def words_of(line: str) -> list[str]:
+    """Split a magic's line, without its comment, as a POSIX shell does: quotation marks group words and are removed.
+
+    IPython's own `arg_split` leaves the marks in. UsageError for a mark that is not closed.
+    """
+    try:
+        return shlex.split(without_comment(line))
+    except ValueError as error:
+        if "quotation" not in str(error):  # a backslash at the end
+            raise UsageError("a backslash is the last character: remove it, or write two") from None
+        raise UsageError("a quotation mark is not closed: close it, or write \\ before it") from None
+
+
 def split_pair(flag: str, text: str) -> tuple[str, str]:
     """Split NAME=VALUE. UsageError for any other text."""
     name, equals, value = text.partition("=")
@@ -164,7 +178,7 @@ def _known(action: argparse.Action, offers: Values) -> Iterable[str]:
 
 def _parse(parser: MagicArgumentParser, name: str, line: str) -> Namespace:
     try:
-        options: Namespace = parser.parse_argstring(without_comment(line))
-    except (UsageError, ValueError) as error:  # ValueError: a missing closing quotation mark
+        options: Namespace = parser.parse_args(words_of(line))
+    except UsageError as error:
         raise UsageError(f"{str(error).rstrip('.')}; %{name}? shows the options.") from None
     return options

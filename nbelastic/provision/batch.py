@@ -28,6 +28,7 @@ from traitlets import List, TraitError, Unicode
 
 from nbelastic.errors import DiscoveryError, UsageError
 from nbelastic.provision import sbatch_options
+from nbelastic.provision.job_cancellation import cancel
 from nbelastic.provision.run_program import run_program
 from nbelastic.provision.ssh import TUNNELLED_AGENT
 from nbelastic.system.private_files import make_private, replace_private
@@ -103,7 +104,6 @@ _RESERVED = {
     "output_limit",
     "stop_timeout",
 }
-_CANCEL = 'for i in 1 2 3; do "$@" && exit; sleep 2; done >/dev/null 2>&1 </dev/null &'
 # Slurm's states of a job (manual page squeue), and what the dashboard shows for them
 _UNFINISHED = {"PENDING": "queued", "REQUEUED": "queued", "CONFIGURING": "node starting", "RUNNING": "running"}
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
@@ -207,8 +207,10 @@ class BatchAgent:
         self.job = ""  # its number, once it is submitted
         self._killed = self._ended = False
         self._error = ""  # from the batch system
+        self.problem = ""  # what happened to the job before it could run, as "could not be submitted: …"
         self._state = ""
         self._asked_at = float("-inf")
+        self._successor = 0.0  # seconds before the time limit at which the job's successor is submitted; 0: it has none
 
     # ---- in the loop's thread ----
 
@@ -226,7 +228,8 @@ class BatchAgent:
             lines.append(f"cd {shlex.quote(cwd)} || exit 1")
         lines.append(f"exec {shlex.join([python or sys.executable, '-c', TUNNELLED_AGENT])}")
         slots = str(config.get("settings", {}).get("slots") or 1)
-        self._lead = min(max(LEAST_LEAD, math.ceil(config.get("successor", 0.0))), LONGEST_LEAD)
+        self._successor = config.get("successor", 0.0)
+        self._lead = min(max(LEAST_LEAD, math.ceil(self._successor)), LONGEST_LEAD)
         texts = {self._config: json.dumps(config), self._script: "\n".join(lines) + "\n"}
         threading.Thread(target=self._submit, args=(texts, slots), name="nbelastic-submit").start()
 
@@ -236,12 +239,12 @@ class BatchAgent:
         self.job = job
 
     def kill(self) -> None:
-        """Cancel the job and return at once. Another process tries three times, also if this one ends."""
+        """Cancel the job and return at once. Another process tries again, also if this one ends."""
         with self._lock:
             self._killed = True
             job = self.job
         if job and not self._ended:
-            self._cancel(job)
+            cancel(self._launcher.delete_command, job)
         self._remove_secrets()
         if self._loop is not None:
             self._loop.call_soon(self._end, None)
@@ -271,9 +274,18 @@ class BatchAgent:
             self._state, self._error = "", f"Slurm job {self.job}: {state}{why}"
             self._remove_secrets()
             self._end(_exit_code(state, _field(out, "ExitCode")))
+        elif self._successor and (advice := sbatch_options.too_short(_field(out, "TimeLimit"), self._successor)):
+            self._refuse(f"its time limit is {_field(out, 'TimeLimit')}: {advice}")
         else:
             self._state = _UNFINISHED.get(state, state.lower()) + (why if state == "PENDING" else "")
         return self._state
+
+    def _refuse(self, why: str) -> None:
+        """Cancel the job before its agent has connected: it would be replaced at once, again and again."""
+        self._state, self.problem = "", f"was cancelled by nbelastic: {why}"
+        cancel(self._launcher.delete_command, self.job)
+        self._remove_secrets()
+        self._end(1)
 
     def _end(self, code: int | None) -> None:
         if not self._ended:
@@ -281,7 +293,7 @@ class BatchAgent:
             self._on_stop(code)
 
     def _fail(self, error: str) -> None:
-        self._error = error
+        self._error, self.problem = error, f"could not be submitted: {error}"
         self._end(1)
 
     # ---- in the submission's thread ----
@@ -301,7 +313,7 @@ class BatchAgent:
             self.job = job
             killed = self._killed
         if killed and job:
-            self._cancel(job)
+            cancel(self._launcher.delete_command, job)
         if killed or failure:
             self._remove_secrets()
         if failure and self._loop is not None:
@@ -327,11 +339,6 @@ class BatchAgent:
         if isinstance(made, ipp.LSFLauncher) and made.submit_command == ["bsub"]:
             # ipyparallel passes the command to a shell, and reads only the output.
             made.submit_command, made.job_id_regexp, made.job_id_regexp_group = ["bsub 2>&1 "], r"<(\d+)>", 1
-
-    def _cancel(self, job: str) -> None:
-        """Cancel the job in a process that outlives this one; return at once."""
-        command = ["/bin/sh", "-c", _CANCEL, "sh", *self._launcher.delete_command, job]
-        subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
 
     def _remove_secrets(self) -> None:
         """Remove the configuration, which holds keys, and the script: the environment in it may hold some."""

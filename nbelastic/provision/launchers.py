@@ -64,7 +64,12 @@ class BatchJobAgent:
         self._batch.adopt(job)
 
     def _stopped(self, code: int | None) -> None:
-        self._on_stop(_explain_exit("batch job", code, self._batch.output()))
+        if code is None:
+            self._on_stop("its batch job was cancelled by nbelastic")
+        elif self._batch.problem:
+            self._on_stop(f"its batch job {_in_one_line(self._batch.problem)}")
+        else:
+            self._on_stop(_explain_exit("batch job", code, self._batch.output()))
 
     def kill(self) -> None:
         self._batch.kill()
@@ -148,5 +153,9 @@ def agent_log(settings: Settings, host: str) -> Path:
 
 def _explain_exit(what: str, code: int | None, output: str) -> str:
     """Why the agent ended, in one line."""
-    last = "; ".join(output.strip().splitlines()[-5:])
+    last = _in_one_line(output)
     return f"its {what} ended with exit code {code}" + (f": {last}" if code and last else "")
+
+
+def _in_one_line(output: str) -> str:
+    return "; ".join(output.strip().splitlines()[-5:])

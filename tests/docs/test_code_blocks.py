@@ -12,7 +12,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbval.plugin import comment_markers
 
 import nbelastic as nbe
-from nbelastic.notebook.magic_arguments import without_comment
+from nbelastic.notebook.magic_arguments import words_of
 from nbelastic.notebook.magics import ElasticMagics
 from tests.support.code_blocks import PAGES, blocks, cells, example
 
@@ -95,4 +95,4 @@ def test_magics_and_their_options_exist(block, line):
     magics = ElasticMagics.magics[kind]
     assert name in magics, f"{block} has no such magic: {line}"
     method = getattr(ElasticMagics, magics[name])
-    method.parser.parse_argstring(without_comment(options))
+    method.parser.parse_args(words_of(options))

@@ -22,7 +22,18 @@ from nbelastic.notebook.magic_arguments import _parse, without_comment
         ("%elastic_start --min", "argument --min: expected one argument; %elastic_start? shows the options."),
         ("%elastic_start --min two", "argument --min: invalid int value: 'two'; %elastic_start? shows the options."),
         ("%elastic_start --backend mpi", "argument --backend: invalid choice: 'mpi'"),
-        ("%elastic_start --hosts 'a", "No closing quotation; %elastic_start? shows the options."),
+        (
+            "%elastic_start --hosts 'a",
+            "a quotation mark is not closed: close it, or write \\ before it; %elastic_start? shows",
+        ),
+        (
+            '%%elastic_run --job "a\npass',
+            "a quotation mark is not closed: close it, or write \\ before it; %elastic_run? shows",
+        ),
+        (
+            "%elastic_start --hosts a\\ ",
+            "a backslash is the last character: remove it, or write two; %elastic_start? shows",
+        ),
         ("%elastic_start --min 3 --max 2", "min=3 is more than max=2: lower --min."),
         ("%elastic_start --env HOME", "--env HOME: write NAME=VALUE."),
         ("%elastic_start --launcher-option =gpu", "--launcher-option =gpu: write NAME=VALUE."),
@@ -164,6 +175,24 @@ def test_each_magic_line_of_the_readme_works_as_printed(ip, magics, percent, nam
 def test_a_comment_ends_a_magic_line(line, kept):
     """As in a shell, a `#` at the beginning of a word starts it. In quotation marks and within a word `#` is a character."""
     assert without_comment(line).rstrip() == kept
+
+
+def test_quotation_marks_group_words(ip, magics):
+    """As in a shell: they are removed, and IPython still replaces variables between them."""
+    ip.user_ns["minutes"] = 30
+    line = (
+        """--launcher-option options="--exclusive --mail-type=FAIL" --launcher-option 'comment=a # b' --env A="x" """
+        """--launcher-option time="{minutes}:00" --env "B='$minutes'" --env C= --env D=a\\ b  # it's a comment"""
+    )
+    ip.run_cell(f"%elastic_start {line}").raise_error()
+    assert magics.cluster.options["env"] == {"A": "x", "B": "'30'", "C": "", "D": "a b"}
+    assert magics.cluster.options["launcher_options"] == {
+        "options": "--exclusive --mail-type=FAIL",
+        "comment": "a # b",
+        "time": "30:00",
+    }
+    ip.run_cell("""%elastic_run --job job "my train.py" --name 'two words' '' """).raise_error()
+    assert ip.user_ns["job"].source == "my train.py --name two words "
 
 
 @pytest.mark.parametrize("name", ["elastic_start", "elastic", "elastic_run", "elastic_remove"])

@@ -47,6 +47,7 @@ NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{port
 NodeName=g1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[3]} CPUs=4 Gres=gpu:2
 PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 PartitionName=gpu Nodes=g1 MaxTime=INFINITE State=UP
+PartitionName=short Nodes=n[1-2] DefaultTime=3 MaxTime=4 State=UP
 """
 
 

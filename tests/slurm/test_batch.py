@@ -10,7 +10,9 @@ import msgspec
 import psutil
 import pytest
 
+from nbelastic.agent.time_limit import seconds_left
 from nbelastic.protocol import agent_messages
+from nbelastic.provision.slurm_reasons import advice_for
 from nbelastic.provision.ssh import TUNNELLED_AGENT
 from nbelastic.provision.tcp_proxy import TcpProxy
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
@@ -209,6 +211,58 @@ def test_a_job_that_an_administrator_cancels(slurm, tmp_path, fake_program):
     asyncio.run(story())
 
 
+def test_a_time_limit_of_the_partition_that_leaves_no_time_for_a_successor(slurm, tmp_path, fake_program):
+    """The job is cancelled before it starts, with the limit and what to do. It would be replaced again and again."""
+
+    async def story():
+        observed = ObservedAgent(tmp_path, partition="short", options="--begin=now+1hour")
+        observed.config["successor"] = 300.0
+        observed.start(python=fake_program("sleep 1000"))
+        assert await exit_code_of(observed) == 1
+        advice = "Choose a limit of at least 420 s, or a lower successor in timeouts."
+        assert observed.agent.problem.startswith(
+            "was cancelled by nbelastic: its time limit is 00:03:00: a job's successor"
+        )
+        assert observed.agent.problem.endswith(advice)
+        await until(lambda: not slurm.jobs())
+        assert observed.secret_files() == []
+
+    asyncio.run(story())
+
+
+def test_a_job_that_the_partition_never_starts(slurm, tmp_path, fake_program):
+    """Slurm takes it, and leaves it in the queue. Its state has advice."""
+
+    async def story():
+        observed = ObservedAgent(tmp_path, partition="short", time="10")
+        observed.start(python=fake_program("sleep 1000"))
+        await reach_state(observed, "queued (PartitionTimeLimit)")
+        assert "ask for less with time=" in advice_for(await observed.agent.state())
+        observed.agent.kill()
+        await until(lambda: not slurm.jobs())
+
+    asyncio.run(story())
+
+
+def test_the_time_that_a_job_has_left(slurm, tmp_path, fake_program):
+    """Slurm says it, also after a change of the limit. It is not known for a job without a limit."""
+
+    async def story():
+        observed = ObservedAgent(tmp_path, time="2-0")
+        observed.start(python=fake_program("sleep 1000"))
+        await reach_state(observed, "running")
+        job = {"SLURM_JOB_ID": job_of(observed)}
+        assert 172_000 < seconds_left(job) <= 172_800
+        slurm("scontrol", "update", f"jobid={job_of(observed)}", "timelimit=10")
+        assert 500 < seconds_left(job) <= 600
+        slurm("scontrol", "update", f"jobid={job_of(observed)}", "timelimit=UNLIMITED")
+        assert seconds_left({**job, "SLURM_JOB_END_TIME": "1"}) is None
+        observed.agent.kill()
+        await until(lambda: not slurm.jobs())
+
+    asyncio.run(story())
+
+
 def test_a_submission_that_is_refused(slurm, tmp_path):
     """The message of sbatch is reported."""
 
@@ -217,6 +271,7 @@ def test_a_submission_that_is_refused(slurm, tmp_path):
         observed.start()
         assert await exit_code_of(observed) == 1
         assert "invalid partition specified: nope" in observed.agent.output()
+        assert observed.agent.problem.startswith("could not be submitted: sbatch: error: invalid partition")
         assert observed.secret_files() == []
         observed.agent.kill()
         await asyncio.sleep(0)

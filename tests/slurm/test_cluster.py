@@ -95,7 +95,7 @@ def test_jobs_outlive_a_kernel(slurm, start_kept):
 
 
 def test_a_queued_job_outlives_a_kernel(slurm, start_kept):
-    """It keeps its place in the queue and joins when it starts. If it has not started by the end, it is cancelled."""
+    """It keeps its place in the queue, which the status names, and joins when it starts. At the end a queued one is cancelled."""
     slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     kernel = start_kept("one:1,two:1")
     kernel.wait_for_steps(1)
@@ -108,8 +108,11 @@ def test_a_queued_job_outlives_a_kernel(slurm, start_kept):
     training = attached(kernel)
     training.wait_for_world(1)
     assert jobs(slurm) == before
+    reasons = lambda: {host.name: host.reason for host in training.cluster.hosts}
+    until(lambda: reasons()["two"].startswith("queued ("), what=reasons)
     slurm("scontrol", "update", "nodename=n2", "state=resume")
     training.wait_for_world(2)
+    assert reasons()["two"] == ""
     assert jobs(slurm) == before
     training.cluster.add_host("three:1")
     until(lambda: "nbelastic-three" in jobs(slurm))

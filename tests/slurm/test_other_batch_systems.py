@@ -2,14 +2,16 @@
 
 import asyncio
 import sys
+import time
 
 import msgspec
 import pytest
 
 import nbelastic as nbe
-from nbelastic.provision import batch
+from nbelastic.provision import batch, job_cancellation
 from nbelastic.provision.batch import BatchAgent
 from tests.slurm.batch_agents import ObservedAgent, exit_code_of, job_of, until
+from tests.support.waiting import until as until_now
 
 
 def test_without_a_batch_system(tmp_path, monkeypatch):
@@ -136,6 +138,34 @@ def test_a_job_that_cannot_be_cancelled_at_once(tmp_path, fake_program):
         await until(lambda: (tmp_path / "tries").exists() and (tmp_path / "tries").read_text() == "17\n17\n")
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("error", "tries", "said"),
+    [
+        ("Unable to contact slurm controller", 5, "a batch job may still be queued, as its system did not answer"),
+        ("Invalid job id specified", 3, ""),
+    ],
+)
+def test_a_job_that_is_not_cancelled(tmp_path, fake_program, monkeypatch, capfd, error, tries, said):
+    """A controller that is away has more time, and at the end the log has the command. A job that has ended has three tries."""
+    monkeypatch.setattr(job_cancellation, "PAUSES", "0 0 0 0 0")
+    job_cancellation.cancel([fake_program(f"echo x >> {tmp_path}/tries; echo '{error}' >&2; exit 1", "delete")], "17")
+    until_now(lambda: (tmp_path / "tries").exists() and (tmp_path / "tries").read_text() == "x\n" * tries)
+    shown = ""
+
+    def is_shown():
+        nonlocal shown
+        shown += capfd.readouterr().err
+        return f"run `{tmp_path}/delete 17` ({error})" in shown
+
+    if said:
+        until_now(is_shown, what="the line")
+    else:
+        time.sleep(0.2)  # another try would come at once
+        assert not is_shown()
+    assert said in shown
+    assert (tmp_path / "tries").read_text() == "x\n" * tries
 
 
 def test_an_unusual_host_name(tmp_path, fake_program):

@@ -40,6 +40,24 @@ def test_options_of_sbatch():
 
 
 @pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--exclusive --time=3", "options has --time=3: write it as the launcher option time="),
+        ("--time 3", "options has --time: write it as the launcher option time="),
+        ("-t3", "options has -t3: write it as the launcher option time="),
+        ("--array=0-3", "options has --array=0-3: a host is one job. Raise --max"),
+        ("-a 1", "options has -a: a host is one job"),
+    ],
+)
+def test_options_that_cannot_work_as_text(text, problem):
+    """A time limit there would not be checked, and an array is many jobs of one host. Other options stay."""
+    with pytest.raises(nbe.UsageError, match=problem):
+        nbe.Cluster(launcher="slurm", launcher_options={"options": text})
+    others = {"options": "--exclusive --time-min=3 --account=-t -A me --comment='"}
+    assert split(others) == (others, [])
+
+
+@pytest.mark.parametrize(
     ("limit", "seconds"),
     [
         ("7", 420),
