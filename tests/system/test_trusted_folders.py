@@ -128,7 +128,7 @@ def test_a_temporary_folder_that_others_can_write_to_is_refused(tmp_path, monkey
 
 @as_root
 def test_a_temporary_folder_of_a_group_is_accepted(tmp_path, monkeypatch):
-    """Temporary folders of a project are often so. What is imported from a shared cache has the strict rule."""
+    """Temporary folders of a project are often so. The strict rule is for shared caches from which code is imported."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     os.chown(tmp_path, os.getuid(), OTHER)
     tmp_path.chmod(0o2775)
