@@ -15,9 +15,10 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from types import FrameType
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
@@ -34,6 +35,8 @@ BLOCKING_FILES = (
     "/nbelastic/worker/process_group.py",
     "/nbelastic/state/transfer.py",
 )
+# Their frames call operators. DTensor's collectives wait in one, `wait_tensor`.
+CALLING_FILES = ("/torch/_ops.py", "/torch/_library/")
 GPU_BLOCKING_FILES = (*BLOCKING_FILES, "/torch/cuda/", "/nbelastic/worker/")
 Position = tuple[int, ...]
 
@@ -73,7 +76,13 @@ class MainThread:
 
     def _is_in_collective(self) -> bool:
         frame = sys._current_frames().get(self._ident)
-        return frame is not None and any(part in frame.f_code.co_filename for part in self._files)
+        while frame is not None and _is_in(frame, CALLING_FILES):
+            frame = frame.f_back
+        return frame is not None and _is_in(frame, self._files)
+
+
+def _is_in(frame: FrameType, files: Iterable[str]) -> bool:
+    return any(part in frame.f_code.co_filename for part in files)
 
 
 def _autograd_times() -> list[int]:

@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch.distributed._functional_collectives import wait_tensor
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
@@ -48,6 +51,16 @@ def test_asleep_in_a_collective_is_a_hang(where):
     """The thread sleeps inside torch's collectives and uses no CPU time: it hangs, and the duration is measured."""
     began = time.monotonic()
     assert 0.3 < watched(wait_in(f"/site-packages/{where}"), 1.0) <= time.monotonic() - began
+
+
+def test_asleep_in_a_collective_of_dtensor_is_a_hang():
+    """It waits for the work of a tensor in an operator, which torch calls from `torch/_ops.py`."""
+    tensor, future = torch.ones(1), torch.futures.Future()
+    c10d._register_work(tensor, c10d._create_work_from_future(future))
+    timer = threading.Timer(1.0, future.set_result, ([tensor],))
+    timer.start()
+    assert watched(lambda _: wait_tensor(tensor), 0) > 0.3
+    timer.join()
 
 
 def test_asleep_in_the_users_code_is_not():
