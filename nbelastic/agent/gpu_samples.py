@@ -72,13 +72,15 @@ class Gpus:
         return self._health.throttled if self._health is not None else ()
 
     def read(self) -> tuple[GpuStatus, ...]:
-        """Read a sample of each visible GPU without a fault. Raises nothing, but may block."""
+        """Read a sample of each visible GPU. Raises nothing, but may block."""
         if self._handles is None:
             self._nvml, self._handles = _load()
         nvml, found = self._nvml, []
         for gpu, handle in self._handles.items():
-            with contextlib.suppress(nvml.NVMLError):
+            try:
                 found.append(_read(nvml, gpu, handle))
+            except nvml.NVMLError:
+                found.append(GpuStatus(gpu))
         return tuple(found)
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ def _handle(nvml: Any, entry: str) -> Any:
 
 
 def _read(nvml: Any, gpu: str, handle: Any) -> GpuStatus:
-    memory, busy, temperature = nvml.nvmlDeviceGetMemoryInfo(handle), 0, None
+    memory, busy, temperature = nvml.nvmlDeviceGetMemoryInfo(handle), None, None
     with contextlib.suppress(nvml.NVMLError_NotSupported):  # NVML has no utilisation of a slice
         busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     with contextlib.suppress(nvml.NVMLError, AttributeError):  # nor its temperature; a GPU that is lost raises above

@@ -142,16 +142,13 @@ class Agents:
         """
         while True:
             await asyncio.sleep(BATCH_JOB_INTERVAL)
-            shown, states = (
-                self._telemetry.batch_jobs,
-                {
-                    host: await handle.agent.state()
-                    for host, handle in list(self._handles.items())
-                    if isinstance(handle.agent, BatchJobAgent | PodAgent | PodTunnel)
-                    and handle.peer not in self._server.heard_at
-                },
-            )
-            self._telemetry.batch_jobs = states
+            shown = self._telemetry.batch_jobs
+            self._telemetry.batch_jobs = states = {
+                host: await handle.agent.state()
+                for host, handle in list(self._handles.items())
+                if isinstance(handle.agent, BatchJobAgent | PodAgent | PodTunnel)
+                and handle.peer not in self._server.heard_at
+            }
             if states or shown:  # also unchanged ones: the reasons say for how long they have waited
                 self._changed()
             for event in announced_ends({host: handle.agent for host, handle in self._handles.items()}):

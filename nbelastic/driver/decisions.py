@@ -100,6 +100,13 @@ class Decisions:
             self._deadline_timer.cancel()
             self._deadline_timer = None
 
+    def close(self) -> None:
+        """Call nothing any more."""
+        self.cancel_deadline_timer()
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+            self._save_timer = None
+
     def _save_soon(self) -> None:
         """Save once for many events: with more workers there are more of them, and saving takes longer."""
         if self._save_timer is None:

@@ -280,7 +280,7 @@ class Driver:
     async def _stop_tasks(self) -> None:
         discovery = self._components.discoveries.stop()
         await self._tasks.stop([discovery] if discovery is not None else [])
-        self._decisions.cancel_deadline_timer()
+        self._decisions.close()
 
     # ---- decisions ----
 

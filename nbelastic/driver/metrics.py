@@ -86,14 +86,18 @@ def _hosts(text: Text, status: Status) -> None:
     add("host_memory_bytes", "Used memory.", {host.name: host.memory for host in hosts})
     add("host_memory_size_bytes", "Memory in total.", {host.name: host.memory_total for host in hosts})
     gpus = [({"host": host.name, "gpu": str(n)}, gpu) for host in hosts for n, gpu in enumerate(host.gpus)]
-    busy: list[Sample] = [(labels, gpu.busy / 100) for labels, gpu in gpus]
+    busy: list[Sample] = [(labels, None if gpu.busy is None else gpu.busy / 100) for labels, gpu in gpus]
     text.add("gpu_utilization_ratio", "gauge", "Utilization of a GPU.", busy)
-    used: list[Sample] = [(labels, gpu.memory * MEGABYTE) for labels, gpu in gpus]
+    used: list[Sample] = [(labels, _bytes(gpu.memory)) for labels, gpu in gpus]
     text.add("gpu_memory_bytes", "gauge", "Used memory of a GPU.", used)
-    sizes: list[Sample] = [(labels, gpu.memory_total * MEGABYTE) for labels, gpu in gpus]
+    sizes: list[Sample] = [(labels, _bytes(gpu.memory_total)) for labels, gpu in gpus]
     text.add("gpu_memory_size_bytes", "gauge", "Memory of a GPU in total.", sizes)
     heat: list[Sample] = [(labels, gpu.temperature) for labels, gpu in gpus]
     text.add("gpu_temperature_celsius", "gauge", "Temperature of a GPU.", heat)
+
+
+def _bytes(megabytes: int | None) -> int | None:
+    return None if megabytes is None else megabytes * MEGABYTE
 
 
 def _workers(text: Text, status: Status) -> None:

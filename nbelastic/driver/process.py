@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from nbelastic.core.provisioning import too_many_text
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.driver.log_folder import LOG, prepare_log_folder
-from nbelastic.errors import HostError, NbelasticError
+from nbelastic.errors import HostError, NbelasticError, UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.driver_start import Start, StartReport
 from nbelastic.protocol.local_clusters import claim_name
@@ -96,7 +96,14 @@ def prepare(start: Start) -> Driver:
             settings = replace(settings, log_dir=Path(previous.log_dir), number=previous.number, owner=previous.owner)
             run_folder.write_number(previous.number)
             submitted = previous.submitted
-        prepare_log_folder(settings.log_dir)
+        try:
+            prepare_log_folder(settings.log_dir)
+        except UsageError:
+            if not start.takes_over:
+                raise
+            # Others have changed it since the cluster's start. The training goes on; its newer events are elsewhere.
+            settings = replace(settings, log_dir=run_folder.new_log_dir())
+            prepare_log_folder(settings.log_dir)
         snapshot_writer = SnapshotWriter(run_folder, start.arguments, previous)
         return Driver(settings, run_folder, snapshot_writer, submitted=submitted, arguments=start.arguments)
     except BaseException:

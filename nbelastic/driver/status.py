@@ -27,7 +27,7 @@ from nbelastic.protocol.status import (
 from nbelastic.provision.slurm_reasons import advice_for
 from nbelastic.system import versions
 
-_STATE = re.compile(r"^(\w+) \(([^()]*)\)$")  # queued (Resources)
+_STATE = re.compile(r"^(\w+) \((.*)\)$")  # queued (Resources)
 MAX_DRIFT = 0.5  # seconds; a larger difference means that the wall clock was set or the machine was suspended
 
 

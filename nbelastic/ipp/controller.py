@@ -23,7 +23,7 @@ from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
 from nbelastic.system.private_files import replace_private
 from nbelastic.system.processes import die_with_parent, kill_group
 
-HANDSHAKE = 5000  # milliseconds in which a connection has to prove its key: three round trips
+HANDSHAKE = 10_000  # milliseconds in which a connection has to prove its key; many engines may connect at once
 SMALL = 1 << 20  # bytes; ports for requests and heartbeats close a connection that announces a longer message
 
 

@@ -26,11 +26,11 @@ class WorkerRow(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """One GPU. `busy`: percent of the time. `memory`: GB in use, of `memory_total`. `temperature`: °C."""
+    """One GPU. `busy`: percent of the time. `memory`: GB in use, of `memory_total`. `temperature`: °C. None: not known."""
 
-    busy: int
-    memory: float
-    memory_total: float
+    busy: int | None
+    memory: float | None
+    memory_total: float | None
     temperature: int | None
 
 

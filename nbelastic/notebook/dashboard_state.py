@@ -182,7 +182,8 @@ def _host(host: HostStatus, workers: dict[str, WorkerRow], copies: dict[str, Wor
 
 def _gpu(gpu: GpuStatus) -> Gpu:
     """Round memory to what is shown, so that small variations are not sent."""
-    return Gpu(gpu.busy, round(gpu.memory / 1000, 1), round(gpu.memory_total / 1000, 1), gpu.temperature)
+    used, total = (None if size is None else round(size / 1000, 1) for size in (gpu.memory, gpu.memory_total))
+    return Gpu(gpu.busy, used, total, gpu.temperature)
 
 
 def _worker(worker: WorkerStatus, gpus: Mapping[str, int]) -> WorkerRow:

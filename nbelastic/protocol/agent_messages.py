@@ -41,7 +41,7 @@ class AgentSample(Message):
     cpu: float  # percent of all cores together
     memory: int  # bytes in use
     workers: dict[str, tuple[float, int]]  # by `str(WorkerId)`: CPU in percent of one core, resident memory in bytes
-    gpus: tuple[GpuStatus, ...] = ()  # visible ones without a fault
+    gpus: tuple[GpuStatus, ...] = ()  # all visible ones
     memory_total: int = 0  # bytes
     blocked: dict[str, float] = {}  # seconds for which a worker's main thread is in uninterruptible sleep (state D)
     throttled: tuple[str, ...] = ()  # GPUs that run slower than they could, and why

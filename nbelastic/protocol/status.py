@@ -18,15 +18,15 @@ class RequestStatus(Struct, frozen=True):
 
 
 class GpuStatus(Struct, frozen=True):
-    """A GPU, as NVML reports it. `busy`: percent of the time. `memory`: MB in use, of `memory_total`.
+    """A GPU, as NVML reports it. `busy`: percent of the time. `memory`: MB in use, of `memory_total`. `temperature`: °C.
 
-    `temperature`: °C; None if NVML has none, as for a slice.
+    All are None if NVML cannot read the GPU; `busy` and `temperature` of a slice (MIG) are None too.
     """
 
     id: str
-    busy: int
-    memory: int
-    memory_total: int
+    busy: int | None = None
+    memory: int | None = None
+    memory_total: int | None = None
     temperature: int | None = None
 
 

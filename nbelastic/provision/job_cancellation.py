@@ -14,8 +14,8 @@ for pause in $PAUSES; do
     text=$("$@" 2>&1) && exit
     tries=$((tries + 1))
     case $text in
-        *controller*|*Controller*|*"timed out"*|*connect*|*Connect*) ;;
-        *) [ $tries -lt 3 ] || exit ;;
+        *"slurm controller"*|*"timed out"*|*"annot connect"*|*"onnection refused"*|*"not responding"*) ;;
+        *) [ $tries -lt 3 ] || { echo "nbelastic: a batch job could not be cancelled: \\`$*\\`: $text" >&2; exit; } ;;
     esac
     sleep $pause
 done

@@ -58,7 +58,8 @@ def append_private(path: Path) -> int:
     except FileExistsError:
         fd = _open_own(path, _APPEND)  # it may have been removed meanwhile
     try:
-        os.fchmod(fd, 0o600)
+        if os.fstat(fd).st_mode & 0o177:  # a file system without modes refuses to change them
+            os.fchmod(fd, 0o600)
     except BaseException:
         os.close(fd)
         raise

@@ -36,6 +36,8 @@ def why_untrusted(folder: Path, *, trust_groups: bool = False) -> str:
         writers, change = _writers(path, found, trust_groups=trust_groups and not is_last)
         open_parent = bool(writers)
         if open_parent and (is_last or not found.st_mode & stat.S_ISVTX):
+            if found.st_mode & stat.S_IWOTH and not is_last:
+                change = "+t"  # other accounts may need a folder such as /tmp
             name = shlex.quote(str(path))
             return f"{writers} can write to {path}, and could put other code there: `chmod {change} {name}`"
     return ""

@@ -18,8 +18,10 @@ class Allowed(msgspec.Struct, frozen=True):
 
 def read(file: Path) -> Allowed | None:
     """None if the file is not there yet, or is broken."""
-    with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(file.read_bytes(), type=Allowed)
+    with suppress(OSError, msgspec.DecodeError, ValueError):
+        allowed = msgspec.json.decode(file.read_bytes(), type=Allowed)
+        bytes.fromhex(allowed.key)
+        return allowed
     return None
 
 

@@ -80,6 +80,8 @@ class _Proxy:
             if len(peer.strangers) >= self._most_per_peer or self._strangers >= self._most:
                 connection.close()
                 self._print_refusal(address, f"{len(peer.strangers)} connections of it and {self._strangers} in all")
+                if not peer.connections:
+                    del self._peers[address]
                 continue
             task = loop.create_task(self._serve(connection, peer, address))
             self._strangers += 1

@@ -105,12 +105,13 @@ def test_a_sample_has_use_memory_and_temperature_of_each_gpu(machine):
 
 
 def test_a_lost_gpu_does_not_affect_the_others(machine):
+    """It keeps its place, so that the others keep their numbers."""
     fake, gpus = machine(), Gpus()
     assert gpus.read() == (FIRST, SECOND)
     fake.lost.add(0)
-    assert gpus.read() == (SECOND,)
+    assert gpus.read() == (GpuStatus("GPU-000-cafe"), SECOND)
     fake.lost.add(1)
-    assert gpus.read() == ()
+    assert gpus.read() == (GpuStatus("GPU-000-cafe"), GpuStatus("GPU-111-cafe"))
     fake.lost.clear()
     assert gpus.read() == (FIRST, SECOND)
 
@@ -149,7 +150,7 @@ def test_without_the_library_samples_are_empty(machine, monkeypatch):
         ("GPU-111-cafe", (SECOND,)),
         ("GPU-1,GPU-0", (SECOND, FIRST)),
         ("GPU-feed,0", (FIRST,)),
-        ("MIG-a,0", (GpuStatus("MIG-a", 0, 5_000, 80_000), FIRST)),
+        ("MIG-a,0", (GpuStatus("MIG-a", None, 5_000, 80_000), FIRST)),
     ],
 )
 def test_only_visible_gpus_are_sampled(machine, monkeypatch, visible, found):
@@ -198,7 +199,7 @@ def test_a_sample_was_read_since_the_last_call(machine):
     fake.lost.add(1)
     assert gpus.sample() == (FIRST, SECOND)
     gpus._reader.join()
-    assert gpus.sample() == (FIRST,)
+    assert gpus.sample() == (FIRST, GpuStatus("GPU-111-cafe"))
     gpus._reader.join()
     gpus.close()
     assert fake.ended == 1

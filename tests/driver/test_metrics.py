@@ -60,7 +60,7 @@ def status(**more):
             50.0,
             10,
             100,
-            (GpuStatus("GPU-a", 30, 2, 8, 71), GpuStatus("MIG-b", 0, 0, 8)),
+            (GpuStatus("GPU-a", 30, 2, 8, 71), GpuStatus("MIG-b", None, 0, 8)),
         ),
         HostStatus('odd "\\\n', "", 1, "starting", "", 0.0),
     )

@@ -28,7 +28,7 @@ def test_agents_start_with_nccls_watchdog_out_of_the_way():
     assert int(NCCL_ENVIRONMENT["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 50  # it holds its lock for four times that
 
 
-def test_the_users_own_value_wins_only_where_it_is_harmless(monkeypatch):
+def test_the_users_own_value_wins_only_where_it_is_harmless(monkeypatch, tmp_path):
     """What an abort needs is refused in one line; a default gives way to `env` and to the environment of the host."""
     with pytest.raises(nbe.UsageError, match="TORCH_NCCL_ENABLE_MONITORING=1: nbelastic needs 0"):
         nbe.Cluster("localhost:1", env={"TORCH_NCCL_ENABLE_MONITORING": "1"})
@@ -37,9 +37,12 @@ def test_the_users_own_value_wins_only_where_it_is_harmless(monkeypatch):
     for name in (*NCCL_ENVIRONMENT, *NCCL_DEFAULTS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_RAS_ENABLE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     environment = {**NCCL_ENVIRONMENT, "NCCL_NVLS_ENABLE": "2"}
     _set_up_process(
         {"defaults": NCCL_DEFAULTS, "environment": environment, "preload": [], "threads": "1", "cwd": "", "path": []}
+        | {"run_folder": str(tmp_path / "runs" / "one")}
     )
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == os.environ["TORCH_DIST_USE_NCCL2"] == "0"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
     assert (os.environ["NCCL_RAS_ENABLE"], os.environ["NCCL_NVLS_ENABLE"]) == ("1", "2")

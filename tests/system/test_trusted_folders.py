@@ -32,7 +32,7 @@ def test_a_parent_that_all_users_can_write_to_is_refused(own, mode):
     shared = own.parents[1]
     shared.chmod(mode)
     assert why_untrusted(own) == (
-        f"all users can write to {shared}, and could put other code there: `chmod go-w {shared}`"
+        f"all users can write to {shared}, and could put other code there: `chmod +t {shared}`"
     )
 
 

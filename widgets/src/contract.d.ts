@@ -7,8 +7,8 @@
  */
 export type WorkerRow = [rank: number | null, state: string, behind: number, restarts: number, pid: number, cpu: number | null, memory: number | null, reason: string, gpu: number | null];
 
-/** One GPU. `busy`: percent of the time. `memory`: GB in use, of `memory_total`. `temperature`: °C. */
-export type Gpu = [busy: number, memory: number, memory_total: number, temperature: number | null];
+/** One GPU. `busy`: percent of the time. `memory`: GB in use, of `memory_total`. `temperature`: °C. None: not known. */
+export type Gpu = [busy: number | null, memory: number | null, memory_total: number | null, temperature: number | null];
 
 /**
  * Copies of a sharded model on a worker. `memory`: MB. `copied_to`: slots, as `gpu1/0`, whose workers have its copy.

@@ -30,9 +30,12 @@ export function megabytes(/** @type {?number} */ n, /** @type {?number} */ total
   return `${text(n)}${total ? ` / ${text(total)}` : ""}\u00a0${inGigabytes ? "GB" : "MB"}`;
 }
 
-/** `93 %, 61.0 / 80.0 GB, 71 °C` @param {Gpu} gpu */
-export const gpuText = ([busy, used, total, heat]) =>
-  [percent(busy), megabytes(1000 * used, 1000 * total), heat !== null && `${heat}\u00a0°C`].filter(Boolean).join(", ");
+/** `93 %, 61.0 / 80.0 GB, 71 °C`; `not known` if NVML cannot read it @param {Gpu} gpu */
+export function gpuText([busy, used, total, heat]) {
+  const memory = used !== null && total !== null && megabytes(1000 * used, 1000 * total);
+  const texts = [percent(busy), memory, heat !== null && `${heat}\u00a0°C`];
+  return texts.filter(Boolean).join(", ") || "not known";
+}
 
 export const percent = (/** @type {?number} */ n) => (n === null || n === undefined ? "" : `${Math.round(n)}\u00a0%`);
 

@@ -130,8 +130,9 @@ export class HostRow {
     if (gpus === this.gpus) return;
     this.gpus = gpus;
     if (!gpus.length) return this.gpu.draw("", null);
-    const sum = (/** @type {0|1|2} */ i) => gpus.reduce((all, gpu) => all + gpu[i], 0);
-    const share = sum(0) / gpus.length;
+    const sum = (/** @type {0|1|2} */ i) => gpus.reduce((all, gpu) => all + (gpu[i] ?? 0), 0);
+    const known = gpus.filter(([busy]) => busy !== null).length;
+    const share = known ? sum(0) / known : null;
     const lines = gpus.map((gpu, i) => `GPU ${i}: ${gpuText(gpu)}`);
     this.gpu.draw(percent(share), share, megabytes(1000 * sum(1), 1000 * sum(2)), lines.join("\n"));
   }

@@ -81,7 +81,7 @@ export class SlotChip {
     if (!context.roomy) return joined([behind && `−${behind}`, restarts && `↻${restarts}`], " ");
     const step = state === "running" ? `step ${number(context.state.step - behind)}` : "";
     const left = state === "backoff" && `${duration(slot.backoffUntil - context.now)} left`;
-    const ofGpu = gpu && `GPU ${percent(gpu.figures[0])}`;
+    const ofGpu = gpu && gpu.figures[0] !== null && `GPU ${percent(gpu.figures[0])}`;
     return joined([step, percent(cpu), megabytes(memory), ofGpu, left], " · ");
   }
 
