@@ -3,6 +3,7 @@
 import pytest
 
 import nbelastic as nbe
+from nbelastic.protocol.exit_codes import HUNG
 from tests.process import sharded_exchanges, sharded_features, sharded_parts
 from tests.process.sharded_features import FULL_AT, KILL_AT, LESS_AT, SIZE
 from tests.process.sharded_parts import COMPILED, MESHES, PARTS
@@ -42,13 +43,21 @@ def run(cluster, tmp_path):
     ],
 )
 def test_weights_through_a_kill_a_growth_and_a_removal(cluster, run, tmp_path, parts, init):
-    """4 -> 3 -> 4 -> 2 ranks: each world begins with exactly the last commit, and the end is that of one process."""
+    """4 -> 3 -> 4 -> 2 ranks: each world begins with exactly the last commit, and the end is that of one process.
+
+    After the kill, gloo does not wake about one survivor in a hundred. It is replaced, and has seen fewer worlds.
+    """
+    earlier = len(cluster.events)
     job = run(sharded_features.train, parts, init)
     until(lambda: (tmp_path / f"waits-{LESS_AT}").exists() or job.done(), 100)
     cluster.remove_host(LAST)
     first, *others = job.result(timeout=60)
-    assert first["worlds"] == {0: [4], KILL_AT: [3], FULL_AT: [4], LESS_AT: [2]}
-    assert [one["equal"] for one in (first, *others)] == [3, 3]
+    if any(f"exit code {HUNG}" in event.text for event in cluster.events[earlier:]):
+        assert first["worlds"][LESS_AT] == [2]
+        assert first["equal"] > 0
+    else:
+        assert first["worlds"] == {0: [4], KILL_AT: [3], FULL_AT: [4], LESS_AT: [2]}
+        assert [one["equal"] for one in (first, *others)] == [3, 3]
     expected = sharded_parts.trained_whole(parts, sharded_features.END, init)
     for name, part in parts.items():
         for key, wanted in expected[name].items():
