@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
+from nbelastic.client.needed_names import needed_names
 from nbelastic.errors import UsageError
 from nbelastic.system import pickling
 
@@ -14,12 +15,12 @@ SEARCH_DEPTH = 3  # levels of functions that use one another, in which to search
 
 
 def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[memoryview]:
-    """Pickle the call, as `pickling.pack` does. UsageError names what cannot be pickled.
+    """Pickle the call and the names that it needs, as `pickling.pack` does. UsageError names what cannot be pickled.
 
     A notebook's function is sent with the notebook's names that it uses. The workers import a function of a module.
     """
     try:
-        return pickling.pack((function, tuple(args), dict(kwargs)))
+        return pickling.pack((function, tuple(args), dict(kwargs), needed_names(function)))
     except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
         name = repr(getattr(function, "__name__", function))
         parts = {f"argument {number}": value for number, value in enumerate(args, 1)}

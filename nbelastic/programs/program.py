@@ -11,7 +11,7 @@ import queue
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -303,14 +303,16 @@ def _redirected_output(session: Session) -> Iterator[None]:
 
 
 def _call(call: pickling.Bytes) -> Any:
-    function, args, kwargs = pickling.unpack(call)
-    _add_names(function, get_ipython().user_ns)
-    refuse_undefined_names(function)
+    function, args, kwargs, needed = pickling.unpack(call)
+    refuse_undefined_names(needed, _add_names(function, get_ipython().user_ns))
     return function(*args, **kwargs)
 
 
-def _add_names(function: Any, namespace: Mapping[str, Any]) -> None:
-    """Let a notebook's function use names that cells have defined on this worker, unless the notebook defines them."""
+def _add_names(function: Any, namespace: Mapping[str, Any]) -> Collection[str]:
+    """Let a notebook's function use names that cells have defined on this worker, unless the notebook defines them.
+
+    Returns all names that it can use.
+    """
     while isinstance(function, partial):
         function = function.func
     plain = function if hasattr(inspect.unwrap(function), "__globals__") else type(function).__call__
@@ -318,6 +320,7 @@ def _add_names(function: Any, namespace: Mapping[str, Any]) -> None:
     if own.get("__name__") == "__main__":
         for name, value in namespace.items():
             own.setdefault(name, value)
+    return frozenset(own)
 
 
 def _execute(order: worker_messages.Program, source: str) -> Any:

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import itertools
 import json
+import linecache
 import os
 import signal
 import threading
@@ -19,13 +20,21 @@ import nbelastic as nbe
 from nbelastic.system.private_files import replace_private
 
 PAUSE = 0.03
+CELLS = itertools.count(1)
 
 
 def notebook_function(source):
     """The function `program` that a notebook's cell defines."""
-    namespace = {"__name__": "__main__"}
-    exec(source, namespace)
-    return namespace["program"]
+    return notebook_names(source)["program"]
+
+
+def notebook_names(source):
+    """What a notebook's cell defines, whose source can be found."""
+    name = f"<cell {next(CELLS)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    names = {"__name__": "__main__"}
+    exec(compile(source, name, "exec"), names)
+    return names
 
 
 class Log:

@@ -84,7 +84,7 @@ def session(monkeypatch):
 
 def call(function=called, *args, **options) -> tuple[bytes, worker_messages.Program]:
     """The packed call, and the message to run it, which has `options` instead of the bytes if there are any."""
-    data = b"".join(pickling.pack((function, args, {})))
+    data = b"".join(pickling.pack((function, args, {}, {})))
     blob = messages.Blob(len(data), **options) if options else messages.Blob(len(data), data)
     return data, worker_messages.Program("job-1", "", call=blob)
 
