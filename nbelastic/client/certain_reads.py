@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import builtins
 import linecache
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from types import CodeType
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -20,16 +22,34 @@ def certain_reads(code: CodeType) -> set[str]:
 
     Empty without source, as for a lambda. A name that is also set anywhere in the function is left out: its scope is unclear.
     """
+    function = _source_of(code)
+    if function is None:
+        return set()
+    bound = Counter(_bound_names(function))
+    return _function(function, bound) - bound.keys()
+
+
+def called_names(code: CodeType) -> set[str]:
+    """The names of what the function, or a function inside it, calls. Other names may be passed on and never be called."""
+    function = _source_of(code)
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)] if function is not None else []
+    return {called.id for called in calls if isinstance(called, ast.Name)}
+
+
+def _source_of(code: CodeType) -> Function | None:
     linecache.checkcache(code.co_filename)
+    return _functions_in("".join(linecache.getlines(code.co_filename))).get((code.co_name, code.co_firstlineno))
+
+
+@lru_cache(maxsize=256)
+def _functions_in(text: str) -> dict[tuple[str, int], Function]:
+    """The functions of a file or cell, by name and first line. Empty if it is not Python, or has too many levels."""
     try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-        for node in ast.walk(tree):
-            if isinstance(node, Function) and node.name == code.co_name and _line(node) == code.co_firstlineno:
-                bound = Counter(_bound_names(node))
-                return _function(node, bound) - bound.keys()
+        with warnings.catch_warnings(action="ignore"):  # Python has shown them to the user
+            nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        pass  # the source has changed, or has too many levels
-    return set()
+        return {}
+    return {(node.name, _line(node)): node for node in nodes if isinstance(node, Function)}
 
 
 def _line(function: Function) -> int:
@@ -116,9 +136,9 @@ def _statement(node: ast.stmt) -> set[str]:
             hides = any("suppress" in ast.dump(item) for item in node.items)
             return names if hides else names | _block(node.body)
         case ast.Try() | ast.TryStar():
-            body = node.body[:1] if node.handlers else node.body  # an error may end it after the first statement
+            body = _first_call(node.body[0]) if node.handlers else _block(node.body)  # an error may end it early
             caught = any(_catches_name_errors(handler) for handler in node.handlers)
-            return _block(node.finalbody) | (set() if caught else _block(body))
+            return _block(node.finalbody) | (set() if caught else body)
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             return _expressions(*node.decorator_list, *node.args.defaults, *node.args.kw_defaults)
         case ast.ClassDef():
@@ -127,6 +147,14 @@ def _statement(node: ast.stmt) -> set[str]:
             return _expressions(first)
         case ast.Expr() | ast.Assign() | ast.AugAssign() | ast.Return() | ast.Raise():
             return _expressions(*ast.iter_child_nodes(node))
+    return set()
+
+
+def _first_call(node: ast.stmt) -> set[str]:
+    """The name of the function that a statement calls, as in `x = load(path)`."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Assign(value=ast.Call(func=ast.Name(id=name))):
+            return {name}
     return set()
 
 

@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-from nbelastic.client.certain_reads import certain_reads
+from nbelastic.client.certain_reads import called_names, certain_reads
 from nbelastic.system.code_steps import code_steps
 
 GUARDS = frozenset({"NameError", "globals", "exec"})
 
 
 def needed_names(function: Any) -> dict[str, str]:
-    """All names that the function, or a function that it uses, reads for certain and no code sets; each with its reader.
+    """All names that the function, or a function that it calls, reads for certain and no code sets; each with its reader.
 
-    Functions of modules are not searched, nor code that catches NameError, or that asks for its global names itself. A name
-    that is read only under an `if` may never be read: `if HAS_WANDB: wandb.log(…)`. So may a function.
+    Functions of modules are not searched. Nothing is needed for certain if one of the functions catches NameError, or asks for
+    its global names itself. A name that is read only under an `if` may never be read: `if HAS_WANDB: wandb.log(…)`. So may a
+    function.
     """
+    try:
+        return _needed_names(function)
+    except Exception:  # noqa: BLE001  (objects of the notebook may raise anything when they are looked at)
+        return {}
+
+
+def _needed_names(function: Any) -> dict[str, str]:
     needed: dict[str, str] = {}
-    for one in _functions(function, _certain_names):
+    sets: set[str] = set()
+    for one in _functions(function):
+        if GUARDS & _global_names(one):
+            return {}
         missing = _certain_names(one) - one.__globals__.keys() - set(one.__code__.co_freevars)
         needed |= dict.fromkeys(missing, one.__name__)
-    sets = {name for one in _functions(function, _names) for name in _global_names(one, "STORE_GLOBAL")}
+        sets |= _set_names(one.__globals__)
     return {name: reader for name, reader in needed.items() if name not in sets}
 
 
-def _functions(function: Any, used_names: Callable[[FunctionType], set[str]]) -> Iterator[FunctionType]:
-    """The functions of the notebook that run when this one is called, if each uses those names."""
+def _set_names(namespace: Mapping[str, Any]) -> set[str]:
+    """The global names that a function or method of the notebook sets, whether it runs or not."""
+    values = [value for value in namespace.values() if getattr(value, "__module__", "") == "__main__"]
+    methods = [one for value in values if isinstance(value, type) for one in vars(value).values()]
+    plain = [one for one in (*values, *methods) if isinstance(one, FunctionType)]
+    wrapped = [inspect.unwrap(one) for one in plain]
+    return {name for one in (*plain, *wrapped) for name in _global_names(one, "STORE_GLOBAL")}
+
+
+def _functions(function: Any) -> Iterator[FunctionType]:
+    """The functions of the notebook that surely run when this one is called."""
     pending, seen = [function], set[int]()
     while pending:
         one = pending.pop()
@@ -42,12 +62,11 @@ def _functions(function: Any, used_names: Callable[[FunctionType], set[str]]) ->
         yield inner
         cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
         values = inner.__globals__ | {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-        pending += [values[name] for name in used_names(inner) if name in values]
+        called = _certain_names(inner) & called_names(inner.__code__)
+        pending += [values[name] for name in called if name in values]
 
 
 def _certain_names(function: FunctionType) -> set[str]:
-    if GUARDS & _global_names(function):
-        return set()
     return certain_reads(function.__code__) & _names(function)
 
 

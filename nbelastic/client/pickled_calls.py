@@ -19,8 +19,9 @@ def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
     A notebook's function is sent with the notebook's names that it uses. The workers import a function of a module.
     """
+    needed = needed_names(function)
     try:
-        return pickling.pack((function, tuple(args), dict(kwargs), needed_names(function)))
+        return pickling.pack((function, tuple(args), dict(kwargs), needed))
     except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
         name = repr(getattr(function, "__name__", function))
         parts = {f"argument {number}": value for number, value in enumerate(args, 1)}

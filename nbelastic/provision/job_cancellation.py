@@ -14,7 +14,8 @@ for pause in $PAUSES; do
     text=$("$@" 2>&1) && exit
     tries=$((tries + 1))
     case $text in
-        *"slurm controller"*|*"timed out"*|*"annot connect"*|*"onnection refused"*|*"not responding"*) ;;
+        *"slurm controller"*|*"standby mode"*|*"timed out"*|*"ailed to connect"*|*"annot connect"*|*"not connected"*|\
+        *"onnection refused"*|*"not responding"*) ;;
         *) [ $tries -lt 3 ] || { echo "nbelastic: a batch job could not be cancelled: \\`$*\\`: $text" >&2; exit; } ;;
     esac
     sleep $pause

@@ -58,7 +58,7 @@ def append_private(path: Path) -> int:
     except FileExistsError:
         fd = _open_own(path, _APPEND)  # it may have been removed meanwhile
     try:
-        if os.fstat(fd).st_mode & 0o177:  # a file system without modes refuses to change them
+        if os.fstat(fd).st_mode & 0o077:  # a file system without modes refuses to change them
             os.fchmod(fd, 0o600)
     except BaseException:
         os.close(fd)

@@ -28,8 +28,9 @@ HANG_TIMEOUT = 0.3  # seconds that an aborted main thread may sleep in a collect
 GPU_HANG_TIMEOUT = 30.0  # the same if this process uses a GPU: seconds that one call may last
 REPEAT = 2.0  # seconds after which an unanswered message is sent again
 ASK_PERIOD = 0.25  # seconds after which a worker that hangs asks again
+COLLECTIVES = ("/torch/distributed/",)
 BLOCKING_FILES = (
-    "/torch/distributed/",
+    *COLLECTIVES,
     "/torch/nn/parallel/",
     "/torch/autograd/",
     "/nbelastic/worker/process_group.py",
@@ -76,9 +77,10 @@ class MainThread:
 
     def _is_in_collective(self) -> bool:
         frame = sys._current_frames().get(self._ident)
+        files: tuple[str, ...] = self._files
         while frame is not None and _is_in(frame, CALLING_FILES):
-            frame = frame.f_back
-        return frame is not None and _is_in(frame, self._files)
+            frame, files = frame.f_back, COLLECTIVES
+        return frame is not None and _is_in(frame, files)
 
 
 def _is_in(frame: FrameType, files: Iterable[str]) -> bool:

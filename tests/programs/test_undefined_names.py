@@ -268,6 +268,44 @@ def in_a_default(known):
     def inner(value=train_step()):
         return other
 
+def chooses(kind):
+    log = {"w": decorated, "p": print}[kind]
+    return log
+
+class Setup:
+    def method(self):
+        global of_a_method
+        of_a_method = 1
+
+def uses_a_method():
+    Setup().method()
+    return of_a_method
+
+def sets_all():
+    globals().update(settings())
+
+def uses_all():
+    sets_all()
+    return of_all
+
+class Odd:
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+odd = Odd()
+
+def uses_odd():
+    odd()
+    return known
+
+def reads_a_file(path):
+    try:
+        with open(path) as file:
+            settings = yaml.load(file)
+    except FileNotFoundError:
+        settings = {}
+    return settings
+
 in_a_partial = functools.partial(in_parts, 1)
 
 @functools.cache
@@ -314,6 +352,7 @@ def test_an_undefined_name_is_named_with_its_function(notebook, function, missin
     "function",
     [
         *("guarded", "asks", "optional", "uses_setter", "setter"),
+        *("chooses", "uses_a_method", "uses_all", "uses_odd", "reads_a_file"),
         *("returns_early", "skips", "never_returns", "runs_for_ever"),
         *("in_a_loop_under_if", "waits_under_if", "on_rank_0", "on_rank_0_with_break", "in_a_case"),
         *("continues", "while_it_has", "exits", "maybe_logs", "maybe_sets", "maybe_logs_inside", "logs_with_either"),

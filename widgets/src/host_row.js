@@ -134,6 +134,7 @@ export class HostRow {
     const known = gpus.filter(([busy]) => busy !== null).length;
     const share = known ? sum(0) / known : null;
     const lines = gpus.map((gpu, i) => `GPU ${i}: ${gpuText(gpu)}`);
-    this.gpu.draw(percent(share), share, megabytes(1000 * sum(1), 1000 * sum(2)), lines.join("\n"));
+    const memory = sum(2) ? megabytes(1000 * sum(1), 1000 * sum(2)) : "";
+    this.gpu.draw(percent(share), share, memory, lines.join("\n"));
   }
 }
