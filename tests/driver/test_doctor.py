@@ -88,8 +88,8 @@ def test_a_stranger_gets_no_answer(sent):
     ((address, port),) = host_facts._listen(["127.0.0.1"], TOKEN.encode()).items()
     with socket.create_connection((address, port), 10), socket.create_connection((address, port), 10) as other:
         other.sendall(sent)
-        other.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):  # it was closed with unread bytes
+        with suppress(OSError):  # it was closed with unread bytes, perhaps already now
+            other.shutdown(socket.SHUT_WR)
             assert other.recv(64) == b""
         assert host_facts._reach(Target("h", address, port, TOKEN)).error == ""
 
