@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FunctionType
@@ -29,13 +30,15 @@ def needed_names(function: Any) -> dict[str, str]:
 
 def _needed_names(function: Any) -> dict[str, str]:
     needed: dict[str, str] = {}
-    sets: set[str] = set()
-    for one in _functions(function):
+    namespaces: dict[int, dict[str, Any]] = {}
+    for one, certain in _functions(function):
         if GUARDS & _global_names(one):
             return {}
-        missing = _certain_names(one) - one.__globals__.keys() - set(one.__code__.co_freevars)
+        missing = certain - one.__globals__.keys() - set(one.__code__.co_freevars)
         needed |= dict.fromkeys(missing, one.__name__)
-        sets |= _set_names(one.__globals__)
+        namespaces[id(one.__globals__)] = one.__globals__
+    # Seldom is a name missing: only then is all code of the notebook searched for what sets it.
+    sets = {name for namespace in namespaces.values() for name in _set_names(namespace)} if needed else set()
     return {name: reader for name, reader in needed.items() if name not in sets}
 
 
@@ -48,8 +51,8 @@ def _set_names(namespace: Mapping[str, Any]) -> set[str]:
     return {name for one in (*plain, *wrapped) for name in _global_names(one, "STORE_GLOBAL")}
 
 
-def _functions(function: Any) -> Iterator[FunctionType]:
-    """The functions of the notebook that surely run when this one is called."""
+def _functions(function: Any) -> Iterator[tuple[FunctionType, set[str]]]:
+    """The functions of the notebook that surely run when this one is called, each with the names that it reads for certain."""
     pending, seen = [function], set[int]()
     while pending:
         one = pending.pop()
@@ -59,20 +62,17 @@ def _functions(function: Any) -> Iterator[FunctionType]:
         if not isinstance(inner, FunctionType) or id(inner) in seen or inner.__globals__.get("__name__") != "__main__":
             continue
         seen.add(id(inner))
-        yield inner
+        certain = _certain_names(inner)
+        yield inner, certain
         cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
-        values = inner.__globals__ | {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-        called = _certain_names(inner) & called_names(inner.__code__)
+        values = ChainMap({name: cell.cell_contents for name, cell in cells if _is_filled(cell)}, inner.__globals__)
+        called = certain & called_names(inner.__code__)
         pending += [values[name] for name in called if name in values]
 
 
 def _certain_names(function: FunctionType) -> set[str]:
-    return certain_reads(function.__code__) & _names(function)
-
-
-def _names(function: FunctionType) -> set[str]:
-    """The names of other scopes that the function may read."""
-    return _global_names(function) | set(function.__code__.co_freevars)
+    names = _global_names(function) | set(function.__code__.co_freevars)  # of other scopes
+    return certain_reads(function.__code__) & names
 
 
 def _global_names(function: FunctionType, instruction: str = "LOAD_GLOBAL") -> set[str]:
