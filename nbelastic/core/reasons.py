@@ -63,7 +63,6 @@ MISSING = MappingProxyType(
         "failed": "{name} (failed: {why})",
     }
 )
-NO_STATES: Mapping[str, str] = MappingProxyType({})
 MOST = 3  # names, and missing things, in one sentence
 
 
@@ -97,8 +96,29 @@ def and_also(reason: Reason, then: Reason) -> Reason:
     return replace(reason, then=last)
 
 
-def in_words(reason: Reason, now: float, states: Mapping[str, str] = NO_STATES) -> str:
-    """The sentence, at `now` (seconds, monotonic). `states`: by host, the states of jobs whose agents have not started yet."""
+def with_queued(reason: Reason, states: Mapping[str, str]) -> Reason:
+    """The reason in which hosts that have not started are queued. `states`: those of their jobs, by host."""
+    missing, then = reason.missing, reason.then
+    return replace(
+        reason,
+        missing=None if missing is None else tuple(_with_state(each, states) for each in missing),
+        then=None if then is None else with_queued(then, states),
+    )
+
+
+def _with_state(missing: Missing, states: Mapping[str, str]) -> Missing:
+    state = states.get(missing.name, "") if missing.state == "host starting" else ""
+    return Missing("host queued", missing.name, state, missing.since) if state else missing
+
+
+def queued_hosts(reason: Reason) -> tuple[str, ...]:
+    """The hosts in the reason that are queued."""
+    own = tuple(each.name for each in reason.missing or () if each.state == "host queued")
+    return own if reason.then is None else own + queued_hosts(reason.then)
+
+
+def in_words(reason: Reason, now: float) -> str:
+    """The sentence, at `now` (seconds, monotonic)."""
     sentence = SENTENCES[reason.kind].format(
         done=reason.done,
         of=reason.of,
@@ -109,15 +129,10 @@ def in_words(reason: Reason, now: float, states: Mapping[str, str] = NO_STATES) 
     )
     clauses = [sentence]
     if reason.missing is not None:
-        clauses.append(missing_in_words(tuple(_with_state(each, states) for each in reason.missing), now))
+        clauses.append(missing_in_words(reason.missing, now))
     if reason.then is not None:
-        clauses.append(in_words(reason.then, now, states))
+        clauses.append(in_words(reason.then, now))
     return "; ".join(clauses)
-
-
-def _with_state(missing: Missing, states: Mapping[str, str]) -> Missing:
-    state = states.get(missing.name, "") if missing.state == "host starting" else ""
-    return Missing("host queued", missing.name, state, missing.since) if state else missing
 
 
 def listed(names: tuple[str, ...]) -> str:

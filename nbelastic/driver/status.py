@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from nbelastic.core.host_lifecycle import REPLACES
 from nbelastic.core.host_slots import host_backoff_until
-from nbelastic.core.reasons import in_words
+from nbelastic.core.reasons import in_words, queued_hosts, with_queued
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
@@ -123,10 +123,9 @@ def _cluster_reason(cluster: ClusterState, telemetry: Telemetry, now: float) -> 
         for name, state in telemetry.batch_jobs.items()
         if state and name in cluster.hosts and cluster.hosts[name].phase is HostPhase.STARTING
     }
-    states = {name: _STATE.sub(r"\1: \2", state) for name, state in queued.items()}
-    text = in_words(cluster.reason, now, states)
-    advice = {advice_for(state): None for name, state in queued.items() if f"{name} ({states[name]}, " in text}
-    return "; ".join([text, *filter(None, advice)])
+    reason = with_queued(cluster.reason, {name: _STATE.sub(r"\1: \2", state) for name, state in queued.items()})
+    advice = dict.fromkeys(advice_for(queued[name]) for name in queued_hosts(reason))
+    return "; ".join([in_words(reason, now), *filter(None, advice)])
 
 
 def _host_reason(host: Host, telemetry: Telemetry) -> str:
