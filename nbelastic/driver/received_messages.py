@@ -261,15 +261,23 @@ class ReceivedMessages:
         if is_rank_0:
             self._add_report(message.worker, message.commit, message.report)
             telemetry.measure_speed(now, message.commit)
+        if message.first is not None:
+            self._note_recovery(message)
         if message.first is not None and message.generation == cluster.generation:
-            if is_rank_0 and message.copies is not None and message.copies.continued is not None:
-                text = telemetry.continued_text(message.copies.continued, cluster.size)
-                self._record(cmd.Record("state-recovered", text, generation=message.generation))
             self._event_log.note_first_step(message, now, cluster.size)
         if message.commit and message.generation == cluster.generation:
             self._event_log.lost_steps.note_commit(message.commit)
         self._publish_soon()
         self._snapshot_writer.save_telemetry(telemetry, now)
+
+    def _note_recovery(self, message: worker_messages.WorkerProgress) -> None:
+        """Record from which commit a sharded model continues, as rank 0 of that world says. The next world may form already."""
+        cluster, copies = self._cluster(), message.copies
+        present = cluster.members if message.generation == cluster.generation else ()
+        world = self._telemetry.worlds.get(message.generation, present)
+        if copies is not None and copies.continued is not None and world[:1] == (message.worker,):
+            text = self._telemetry.continued_text(copies.continued, len(world))
+            self._record(cmd.Record("state-recovered", text, generation=message.generation))
 
     def _compare(self, w: WorkerId, hashes: ReplicaHashes) -> None:
         """Compare the state of this rank with the others'. The core decides about a rank that differs."""

@@ -128,6 +128,31 @@ def test_the_event_log_says_from_which_commit_a_sharded_model_continues(tmp_path
     run_story(story)
 
 
+def test_a_recovery_that_is_reported_late_is_in_the_event_log(tmp_path: Path) -> None:
+    """Rank 0's report comes after the next world has formed: the event is about the world that has continued."""
+
+    async def story() -> None:
+        async with training(tmp_path, "a:2,b:1", min=2) as fakes:
+            first, lost = fakes.driver.cluster.generation, fakes.driver.cluster.members[2]
+            world = fakes.driver.cluster.members[:2]
+            fakes.driver.telemetry.add_world(first, fakes.driver.cluster.members)
+            fakes.driver.telemetry.add_world(first + 1, world)
+            fakes.kill(str(lost))
+            await fakes.advance_time(8.0)
+            fakes.train(3)
+            await fakes.advance_time(3.0)
+            assert fakes.driver.cluster.generation > first + 1
+            copies = worker_messages.Copies(100, 2, continued=worker_messages.Continued(first, 1, (2,)))
+            for w in reversed(world):  # rank 1 says so too, and is not recorded
+                report = worker_messages.WorkerProgress(w, first + 1, 2, {}, 1.0, copies)
+                fakes.deliver(f"worker/{w}", report)
+            await fakes.settle()
+            texts = [event.text for event in fakes.driver.event_log.kept()[0] if event.kind == "state-recovered"]
+            assert texts == [f"world of 2 continues from commit 1 (copies of {lost})"]
+
+    run_story(story)
+
+
 def test_a_silent_host_is_lost_and_rejoins(tmp_path: Path) -> None:
     """A host is lost only after `silence`; the others continue, and the host rejoins when it sends messages again."""
 
