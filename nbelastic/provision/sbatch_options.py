@@ -23,7 +23,10 @@ _GPUS = re.compile(r"(?:[^:,\s]+:)?(\d+)")  # 4, a100:4
 
 
 def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Divide the user's options into those of the launcher itself and words for `sbatch`. UsageError for a broken line, or an option that cannot work."""
+    """Divide the user's options into those of the launcher itself and words for `sbatch`.
+
+    UsageError for a broken line, or an option that cannot work.
+    """
     _refuse_words(str(options.get("options", "")))
     own, words = {}, []
     for name, value in options.items():
@@ -63,7 +66,10 @@ def check_time_limit(options: Mapping[str, Any], successor: float) -> None:
 
 
 def too_short(text: str, successor: float) -> str:
-    """Explain why this time limit, in Slurm's format, is too short, and what to do. Empty if it is long enough, endless or not known."""
+    """Explain why this time limit, in Slurm's format, is too short, and what to do.
+
+    Empty if it is long enough, endless or not known.
+    """
     match = _LIMIT.fullmatch(text)
     if not match:
         return ""

@@ -1,6 +1,6 @@
-"""Folders from which code is imported: another account that could put files there, or replace a parent, could run code as this user.
+"""Folders from which code is imported: another account that could put files there could run code as this user.
 
-The rule is that of sshd's StrictModes, for the folder and each parent up to `/`.
+So could one that could replace a parent. The rule is that of sshd's StrictModes, for the folder and each parent up to `/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def why_untrusted(folder: Path, *, trust_groups: bool = False) -> str:
 
     `folder` is a path without links (`Path.resolve`). It must be this user's, and no one else may write to it. Each parent
     belongs to this user or root. A parent that others can write to must be sticky, as `/tmp` is: in it, others cannot rename
-    a folder of this user. With `trust_groups` a group may write to the parents, as on project folders. In a pod, which has no other accounts, the parents are not checked: Kubernetes makes volumes open to all.
+    a folder of this user. With `trust_groups` a group may write to the parents, as on project folders. In a pod, which has no
+    other accounts, the parents are not checked: Kubernetes makes volumes open to all.
     """
     open_parent = False  # others can make folders in the parent
     for path in (*reversed(folder.parents), folder):

@@ -12,9 +12,8 @@ HEARTBEAT = 1.0  # default seconds between heartbeats, in both directions
 
 MAX_MESSAGE = 1 << 20  # bytes; a longer one to the driver is dropped
 
-MAX_TO_DRIVER = (
-    2 * MAX_MESSAGE
-)  # bytes of a frame, also before the handshake: the server closes a connection that sends more
+# Bytes of a frame, also before the handshake: the server closes a connection that sends more.
+MAX_TO_DRIVER = 2 * MAX_MESSAGE
 
 CLOSE_LINGER = 500  # milliseconds for an end that closes to send its queue
 
