@@ -135,6 +135,10 @@ class _Loop:
         """Collective: the ranks `leaving` end after this commit, and send what only they hold to others."""
         self._state.hand_over(leaving)
 
+    def finish_copies(self) -> None:
+        """A new program is to be tried: a rank that is lost meanwhile takes no commit with it that is being copied."""
+        self._state.finish_copies()
+
     def write_last_checkpoint(self) -> None:
         """The job is stopped and the main thread hangs: the link thread writes the newest commit.
 

@@ -266,7 +266,7 @@ class ShardedState(State):
         plan, rank, shard = hand_over(layout.owners(), leaving, formation.world_size), formation.rank, bound.shard()
         if not plan:
             return
-        self._finish_copies()
+        self.finish_copies()
         send = partial(send_shards, plan, layout, rank, shard, self._group)
         self._holdings.add_copies((live, run_in_order(self._session, bound.device, send)), {})
 
@@ -379,7 +379,7 @@ class ShardedState(State):
         if not self._copies or replication is None or bound is None or live is None:
             return
         begun = time.monotonic()
-        self._finish_copies()
+        self.finish_copies()
         self._print(self._copy_waits.note(live.number, replication.whole, begun, time.monotonic()))
         shard = bound.shard()
         self._holdings.add_own(live, replication.begin(live, shard), full_record(self._live_record, bound, shard))
@@ -388,7 +388,7 @@ class ShardedState(State):
         if line is not None and self._formation is not None and self._formation.rank == 0:
             print(f"nbelastic: {line}", file=sys.stderr, flush=True)
 
-    def _finish_copies(self) -> None:
+    def finish_copies(self) -> None:
         """Wait until the last commit that is being copied is whole."""
         if self._replication is not None and self._session is not None:
             self._absorb(self._replication.finish(self._session.run_abortable))

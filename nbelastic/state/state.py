@@ -229,6 +229,9 @@ class State:
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """The ranks `leaving` end after this commit: every other rank holds the same state, so they send nothing."""
 
+    def finish_copies(self) -> None:
+        """Wait until the copies that ranks send each other beside the training are complete."""
+
     def generation_ended(self, *, aborted: bool) -> None:
         """Called when this rank has left a generation, at a commit or after an abort: return to the last commit."""
         if aborted:

@@ -77,6 +77,9 @@ class StateHolder(Protocol):
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """Collective, at a commit: the ranks `leaving` end, and send what only they hold to others."""
 
+    def finish_copies(self) -> None:
+        """Wait until the copies of the newest commit that is being copied are complete."""
+
     def write_last_checkpoint(self) -> None:
         """Write the job's last checkpoint, if it has any, while the main thread hangs."""
 

@@ -297,9 +297,10 @@ class Session:
             case cell_messages.CommitCell(generation=generation) if cells and generation == self._protocol.generation:
                 cells.accept()
                 self.cell_ended(cells.run(news))
-            case worker_messages.NewProgram(program=program) if cells and program.number != self._protocol.program:
-                cells.accept()
+            case worker_messages.NewProgram(program=program) if holder and program.number != self._protocol.program:
+                holder.commit_cells.accept()
                 self.programs.ordered = news
+                holder.finish_copies()
                 raise WorldLeft
             case worker_messages.KeepProgram(number=number) if holder and self.programs.keeps(number):
                 holder.program_kept()
