@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 
+from nbelastic.system import slurm_time
 from nbelastic.system.running_agents import Notice
 
 SPARE = 15.0  # seconds between the end that the agent announces and its job's time limit
 QUERY_TIMEOUT = 5.0  # seconds in which the controller must answer; then the configured time counts
-_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # squeue's [days-][hours:]minutes:seconds
 
 
 def watch(successor: float, on_notice: Callable[[Notice], None]) -> None:
@@ -44,7 +43,6 @@ def seconds_left(environment: Mapping[str, str]) -> float | None:
         text = answer.stdout.decode(errors="replace").strip()
     except (OSError, subprocess.TimeoutExpired):  # a node without Slurm's commands, or a busy controller
         text = ""
-    if match := _LEFT.fullmatch(text):
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return days * 86400.0 + hours * 3600.0 + minutes * 60.0 + seconds
+    if (left := slurm_time.seconds_left(text)) is not None:
+        return left
     return float(end) - time.time() if end.isdigit() and not text else None

@@ -76,6 +76,9 @@ def deadline(cluster: ClusterState) -> float:
 
 def _patience(cluster: ClusterState) -> float:
     """Seconds for which the job can do without the connection to a host."""
+    script = cluster.active_script
+    if script is not None:
+        return 0.0 if any(map(script.assigns, cluster.disconnected)) and script.failures else NEVER
     if cluster.active is None or cluster.stands_still:
         return NEVER
     reconnect = cluster.limits.timeouts.reconnect

@@ -45,7 +45,7 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     return provisioning.drain_workers(cluster, surplus, now, out)
 
 
-def add_successor(cluster: ClusterState, ending: Host, now: float, out: Commands) -> tuple[ClusterState, str]:
+def add_successor(cluster: ClusterState, ending: Host, by: str, now: float, out: Commands) -> tuple[ClusterState, str]:
     """Add a host that takes the place of one that ends, `a.2` of `a`: at once, as its job may have to wait in a queue.
 
     After a back-off if that one has not been up for `healthy` seconds: the next one may end as soon. Returns its name, too.
@@ -68,9 +68,8 @@ def add_successor(cluster: ClusterState, ending: Host, now: float, out: Commands
         retry_at=now + wait,
         by_hand=True,  # no discovery lists it
     )
-    text = f"{name} with {_slots(ending.spec.slots)} in place of {ending.spec.name}" + (
-        f", in {wait:g} s" if wait else ""
-    )
+    text = f"{name} with {_slots(ending.spec.slots)} in place of {ending.spec.name}, by {by}"
+    text += f", in {wait:g} s" if wait else ""
     out.append(cmd.Record("host-added", text, host=name))
     return replace(cluster, hosts_joined=cluster.hosts_joined + 1, hosts={**cluster.hosts, name: host}), name
 

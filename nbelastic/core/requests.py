@@ -65,12 +65,12 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     if host is None:
         return cluster
     if event.within is not None:
-        ending = Ending(now + event.within, now + max(event.within - SAVE_TIME, event.within / 2))
+        ending = Ending(now + event.within, now + max(event.within - SAVE_TIME, event.within / 2), by=by)
         known = cluster.ending.get(name, ending)
         ending = min(known, ending, key=lambda each: each.at)
         successor = known.successor if event.replaced else ""
         if event.replaced and name not in cluster.ending and host.phase is not HostPhase.DRAINING:
-            cluster, successor = host_lifecycle.add_successor(cluster, host, now, out)
+            cluster, successor = host_lifecycle.add_successor(cluster, host, by, now, out)
         cluster = replace(cluster, ending={**cluster.ending, name: replace(ending, successor=successor)})
         if successor:
             return cluster  # it trains on: see `drain_succeeded_hosts`
@@ -98,9 +98,9 @@ def succession_at(cluster: ClusterState, ending: Ending) -> float:
 
 def drain_succeeded_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Let workers leave hosts whose successors are up, or which end soon."""
-    ready = [(name, ending.at) for name, ending in cluster.ending.items() if now >= succession_at(cluster, ending)]
-    for name, at in ready:
-        notice = ev.HostRemoved(name, by="the end of its job", within=max(0.0, at - now))
+    ready = [(name, ending) for name, ending in cluster.ending.items() if now >= succession_at(cluster, ending)]
+    for name, ending in ready:
+        notice = ev.HostRemoved(name, by=ending.by, within=max(0.0, ending.at - now))
         cluster = _remove_host(cluster, notice, now, out)
     return provisioning.provision(cluster, now, out) if ready else cluster
 

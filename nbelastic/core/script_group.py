@@ -59,6 +59,7 @@ class Group(Struct, frozen=True):
     assignments: tuple[sev.Assignment, ...] = ()
     restarts: int = 0
     failures: tuple[tuple[str, sev.Failure, float], ...] = ()  # of this round: node, failure, driver's time
+    heard: tuple[str, ...] = ()  # hosts of nodes that are known to have lived after the failures
     judge_at: float = NEVER  # when failures are judged, even if not all nodes have reported
     leave_by: float = NEVER  # when nodes that have not left their round are ended; then, when they count as lost
     end_sent: bool = False  # nodes that have not left their round were asked to end

@@ -57,6 +57,8 @@ def _handle(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
             return group if node is None or number != group.round else _with_node(group, host, replace(node, pids=pids))
         case sev.NodeFailed():
             return _failed(group, event, now)
+        case sev.NodesHeard(hosts=hosts):
+            return replace(group, heard=hosts)
         case sev.NodeSucceeded(host=host, round=number) if _in_round(group, host, number):
             return _with_node(group, host, replace(group.nodes[host], state=GroupState.SUCCEEDED, starts=0))
         case sev.NodeLeft():
@@ -119,7 +121,8 @@ def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
         return group
     unknown = sev.Failure(_first_rank(group, host), 0, 1, "its workers failed")
     failures = group.failures + tuple((host, each, now - each.ago) for each in event.failures or (unknown,))
-    return replace(group, failures=failures, judge_at=min(group.judge_at, now + group.limits.timeouts.grace))
+    judge_at = min(group.judge_at, now + group.limits.timeouts.grace)
+    return replace(group, failures=failures, heard=(), judge_at=judge_at)
 
 
 def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group:
@@ -213,10 +216,17 @@ def _run(group: Group, now: float, out: Commands) -> Group:
 
 
 def _judge(group: Group, now: float, out: Commands) -> Group:
-    """Workers have failed, and no node was lost: restart, if restarts are left."""
+    """Workers have failed, and no node was lost: restart, if restarts are left.
+
+    A node that has not reported may have died before: then it is the cause, and its host will be lost.
+    """
     host, first = first_failure(group.failures)
-    all_reported = all(group.nodes[assignment.host].state is not GroupState.HEALTHY for assignment in group.assignments)
+    first_at = min(at for _, _, at in group.failures)
+    healthy = [each.host for each in group.assignments if group.nodes[each.host].state is GroupState.HEALTHY]
+    all_reported, may_be_dead = not healthy, not {*healthy} <= {*group.heard}
     decisive = first.code < 0 and group.restarts < group.terms.max_restarts
+    if may_be_dead and group.judge_at <= now < first_at + group.limits.timeouts.reconnect:
+        group = replace(group, judge_at=now + group.limits.timeouts.grace)
     if not (all_reported or decisive or now >= group.judge_at):
         text = f"rank {first.rank} on {host} failed ({first.error})"
         return replace(group, reason=Reason("rank-failed", text=text))

@@ -104,12 +104,13 @@ class Disconnected(Struct, frozen=True):
 class Ending(Struct, frozen=True):
     """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over.
 
-    `successor`: the host that takes its place. This one may train on until that is up, and drains then.
+    `successor`: the host that takes its place. This one may train on until that is up, and drains then. `by`: why it ends.
     """
 
     at: float
     save_at: float | None
     successor: str = ""
+    by: str = ""
 
 
 class Stall(Struct, frozen=True):

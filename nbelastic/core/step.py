@@ -138,7 +138,7 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return script_job.external_node_joined(cluster, event, now, out)
         case sev.NodeReady():
             return script_job.node_ready(cluster, event, now, out)
-        case sev.NodeStarted() | sev.NodeFailed() | sev.NodeSucceeded() | sev.NodeLeft():
+        case sev.NodeStarted() | sev.NodeFailed() | sev.NodeSucceeded() | sev.NodesHeard() | sev.NodeLeft():
             return script_job.node_event(cluster, event, now, out)
         case ev.Ticked():
             return cluster

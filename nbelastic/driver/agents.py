@@ -19,6 +19,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.driver.agent_handle import AgentHandle
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.dependencies import Dependencies, MessageServer
+from nbelastic.driver.drained_nodes import DrainedNodes
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
 from nbelastic.driver.pod_hosts import announced_ends, returns
 from nbelastic.driver.telemetry import Telemetry
@@ -136,10 +137,11 @@ class Agents:
         }
 
     async def watch_batch_jobs(self) -> None:
-        """Show the states of batch jobs whose agents have not connected yet, until cancelled.
+        """Show the states of batch jobs whose agents have not connected yet, and announce ends of hosts, until cancelled.
 
         The query of a failed job's state makes its agent object report the failure.
         """
+        nodes = DrainedNodes()
         while True:
             await asyncio.sleep(BATCH_JOB_INTERVAL)
             shown = self._telemetry.batch_jobs
@@ -151,7 +153,9 @@ class Agents:
             }
             if states or shown:  # also unchanged ones: the reasons say for how long they have waited
                 self._changed()
-            for event in announced_ends({host: handle.agent for host, handle in self._handles.items()}):
+            agents = {host: handle.agent for host, handle in self._handles.items()}
+            jobs = {host: agent.slurm_job for host, agent in agents.items() if isinstance(agent, BatchJobAgent)}
+            for event in (*announced_ends(agents), *await nodes.announced_ends(jobs)):
                 self._post(event)
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
 

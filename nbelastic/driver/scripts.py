@@ -81,7 +81,7 @@ class Scripts:
         self._pidfds: dict[str, int] = {}  # of external nodes on this machine, by host
         self._rounds: dict[str, node_messages.Round] = {}  # the newest message about the present round to each host
         self._samples: dict[WorkerId, tuple[float, int]] = {}
-        self._watch_task = start_task("the check for silent external nodes", self._watch_external_nodes)
+        self._watch_task = start_task("the check for silent nodes", self._watch_nodes)
         self.connection_files = ConnectionFiles(settings, agents, server.address, keys, post)
 
     def close(self) -> None:
@@ -266,16 +266,30 @@ class Scripts:
             with suppress(OSError):
                 os.close(fd)
 
-    async def _watch_external_nodes(self) -> None:
-        """Declare silent external nodes lost, until cancelled."""
-        settings, clock = self._settings, self._clock
+    async def _watch_nodes(self) -> None:
+        """Declare silent external nodes lost, and report which nodes live after a failure, until cancelled."""
         while True:
-            await asyncio.sleep(settings.heartbeat)
+            await asyncio.sleep(self._settings.heartbeat)
             for host, peer in list(self._external_nodes.items()):
-                heard_at = self._server.heard_at.get(peer)
-                silence = clock.silence(heard_at) if heard_at is not None else 0.0
-                if silence > settings.silence:
+                silence = self._silence_of(peer)
+                if silence > self._settings.silence:
                     self._lose_external_node(host, f"no message from it for {silence:.0f} s")
+            self._report_heard()
+
+    def _report_heard(self) -> None:
+        group = self._cluster().active_script
+        if group is None or not group.failures:
+            return
+        since = self._clock.now() - max(at for _, _, at in group.failures) - self._settings.heartbeat
+        hosts = (assignment.host for assignment in group.assignments)
+        heard = tuple(host for host in hosts if self._silence_of(self._peer(host)) < since)
+        if heard != group.heard:
+            self._decide(sev.NodesHeard(heard))
+
+    def _silence_of(self, peer: str) -> float:
+        """Seconds since the last message of a node; 0 if it has not connected yet."""
+        heard_at = self._server.heard_at.get(peer)
+        return self._clock.silence(heard_at) if heard_at is not None else 0.0
 
     # ---- status ----
 

@@ -104,6 +104,12 @@ class NodeSucceeded(Event):
     round: int
 
 
+class NodesHeard(Event):
+    """Driver → core: these nodes have sent messages a while after the newest failure, so they live."""
+
+    hosts: tuple[str, ...]
+
+
 class NodeLeft(Event):
     """Node, driver → core: the node has ended. `broken`: unexpectedly."""
 

@@ -201,7 +201,7 @@ class BatchAgent:
             batch_file_name=f"{stem}.batch",
             output_file=str(self._log),
         )
-        self._slurm = isinstance(self._launcher, ipp.SlurmLauncher)
+        self.is_slurm = isinstance(self._launcher, ipp.SlurmLauncher)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self.job = ""  # its number, once it is submitted
@@ -258,7 +258,7 @@ class BatchAgent:
 
         It is known for Slurm only, whose controller is queried at most every 2 s. Calls `on_stop` if the job has ended.
         """
-        if not self.job or not self._slurm or self._ended or time.monotonic() < self._asked_at + POLL:
+        if not self.job or not self.is_slurm or self._ended or time.monotonic() < self._asked_at + POLL:
             return self._state
         self._asked_at = time.monotonic()
         try:
@@ -332,7 +332,7 @@ class BatchAgent:
             "short_name": f"nb-{self._host}"[:15],  # PBS accepts at most 15 characters
             **made.namespace,
         }
-        if self._slurm and not made.options:
+        if self.is_slurm and not made.options:
             made.default_template = made.default_template.replace("#SBATCH {options}\n", "")
         if isinstance(made, (ipp.PBSLauncher, ipp.LSFLauncher)):
             made.job_array_template = ""  # not an array of one job, which has another name when it is cancelled

@@ -56,6 +56,11 @@ class BatchJobAgent:
     def job(self) -> str:
         return self._batch.job
 
+    @property
+    def slurm_job(self) -> str:
+        """The number of its job in Slurm; empty if there is none, or if it is another batch system's."""
+        return self._batch.job if self._batch.is_slurm else ""
+
     def start(self, config: Mapping[str, Any]) -> None:
         self._batch.start(config, {}, self._python, None)
 

@@ -36,6 +36,7 @@ class Play:
         self.now = 100.0
         self.hosts = dict(self.parsed(host) for host in hosts)
         self.mute: set[str] = set()  # hosts whose nodes do not start
+        self.silent: set[str] = set()  # hosts from which the driver hears nothing
         self.lost: tuple[str, ...] = ()
         self.said: list[cmd.Command] = []
         self.heard: list[ev.Event] = []
@@ -127,6 +128,8 @@ class Play:
                 self.now = end
                 return self
             self.now = at
+            if self.group.failures:
+                self.send(sev.NodesHeard(tuple(host for host in self.rounds if host not in self.silent)))
             self.send(sev.Ticked())
         raise AssertionError(f"a hot loop: {self.why}")
 

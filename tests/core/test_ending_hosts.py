@@ -180,13 +180,13 @@ def test_another_host_takes_the_place_of_one_that_ends():
     story = healthy("a:1", "b:2")
     story.remove("b", within=300.0, replaced=True)
     assert cmd.StartAgent(HostSpec("b.2", 2, "")) in story.said
-    assert story.records("host-added")[-1] == "b.2 with 2 slots in place of b"
+    assert story.records("host-added")[-1] == "b.2 with 2 slots in place of b, by a test"
     story.quiet(1.0).commit(3).quiet(2.0).commit(3).quiet(1.0)
     assert sorted(map(str, story.cluster.members)) == ["a/0#1", "b.2/0#1", "b.2/1#1"]
     assert "b" not in story.cluster.hosts
     assert failures(story) == []
     story.quiet(100.0).remove("b.2", within=300.0, replaced=True).quiet(2.0)
-    assert "b.3 with 2 slots in place of b.2" in story.records("host-added")
+    assert "b.3 with 2 slots in place of b.2, by a test" in story.records("host-added")
 
 
 @pytest.mark.parametrize("hosts", [("a:1",), ("a:1", "b:1")])

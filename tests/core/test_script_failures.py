@@ -65,12 +65,32 @@ def test_an_exception_that_a_lost_host_explains_is_not_a_failure():
 
 
 def test_an_unexplained_exception_is_judged_after_the_grace_time():
-    """The other node never reports a failure: the exception is judged after the grace time."""
+    """The other node lives and never reports a failure: the exception is judged after the grace time."""
     play = Play("a:1", "b:1", max_restarts=1, grace=1.0).fail("a")
     play.wait(0.9)
     assert play.group.round == 1
     play.wait(0.2)
     assert (play.group.round, play.group.restarts) == (2, 1)
+
+
+def test_a_node_that_is_not_heard_after_a_failure_may_be_its_cause():
+    """All processes of its machine are dead. The loss of its host is known only after a silence, and explains the failure."""
+    play = Play("a:1", "b:1", grace=1.0)
+    play.silent = {"b"}
+    play.fail("a", error="connection reset").wait(9.0)
+    assert "waiting for the other nodes" in play.why
+    play.look("a:1")
+    assert (play.assignments, play.group.restarts) == ([("a", 1)], 0)
+
+
+def test_a_failure_is_judged_at_last_though_a_node_is_neither_heard_nor_lost():
+    """The wait has an end."""
+    play = Play("a:1", "b:1", max_restarts=1)
+    play.silent = {"b"}
+    play.fail("a", ago=0.0).wait(59.0)
+    assert play.group.restarts == 0
+    play.wait(2.0)
+    assert play.group.restarts == 1
 
 
 def test_messages_of_an_old_round_are_dropped():

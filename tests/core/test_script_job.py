@@ -11,6 +11,7 @@ from nbelastic.core.state import is_same
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.connection_events import HostDisconnected
 from tests.core.story import Story
 
 
@@ -292,3 +293,18 @@ def replace_here(event):
     if isinstance(event, ev.AgentReady) and event.host == "b":
         return ev.AgentReady(event.host, event.pid, event.addresses, event.port, "", "10.0.0.9")
     return event
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_a_host_that_cannot_be_reached_explains_a_failure(fails_first):
+    """All its processes are dead, so its ssh connection has ended too. Without a failure elsewhere the script goes on."""
+    story = Scripted("a:1", "b:1").answer().run_script()
+    failed = sev.NodeFailed("a", 1, (sev.Failure(0, 0, 1, "connection reset", ago=0.1),))
+    lost = HostDisconnected("b", "the ssh connection to b has ended")
+    for event in (failed, lost) if fails_first else (lost, failed):
+        assert story.assignments == {"a": 1, "b": 1}
+        story.send(event)
+    story.answer().nodes_answer()
+    assert story.assignments == {"a": 1}
+    assert story.cluster.script.restarts == 0
+    assert story.records("world-broken") == ["host b was lost"]

@@ -2,11 +2,13 @@
 
 import os
 
+import psutil
 import pytest
 
 import nbelastic as nbe
 from tests.process.kernel_process import PAUSE, Kernel, attached, end
 from tests.process.programs import train
+from tests.process.script_training import ScriptTraining
 from tests.process.training import Training
 from tests.support.waiting import files_in, until
 
@@ -52,6 +54,22 @@ def test_another_job_takes_the_place_of_one_that_is_announced_to_end(slurm, trai
     until(lambda: set(jobs(slurm)) == {"nbelastic-one", "nbelastic-two.2"})
     until(lambda: {worker.host for worker in training.wait_for_world(3)} == {"one", "two.2"})
     training.finish()
+    assert not {"world-broken", "host-lost"} & {event.kind for event in training.cluster.events}
+
+
+def test_another_job_takes_the_place_of_one_whose_node_is_drained(slurm, training):
+    """The job may run to its end, so its host trains on until the next job has a node. Nothing is lost."""
+    training.wait_for_world(3)
+    nodes = dict(line.split() for line in slurm("squeue", "-h", "-o", "%j %N").splitlines())
+    drained = nodes["nbelastic-two"]
+    slurm("scontrol", "update", f"nodename={drained}", "state=drain", "reason=test")
+    expected = {name + (".2" if nodes[f"nbelastic-{name}"] == drained else "") for name in ("one", "two")}
+    until(lambda: {worker.host for worker in training.wait_for_world(3)} == expected)
+    training.finish()
+    added = [event.text for event in training.events("host-added")]
+    assert any(
+        text.startswith(f"two.2 with 1 slot in place of two, by the drain of its node {drained}") for text in added
+    )
     assert not {"world-broken", "host-lost"} & {event.kind for event in training.cluster.events}
 
 
@@ -123,3 +141,20 @@ def test_a_queued_job_outlives_a_kernel(slurm, start_kept):
     training.finish()
     training.cluster.stop()
     until(lambda: not slurm.jobs(), what="the queued job to be cancelled")
+
+
+@pytest.mark.soak(seconds=20)
+def test_a_script_goes_on_when_all_processes_of_a_job_are_killed(slurm, tmp_path, monkeypatch):
+    """The other rank's connection breaks before the host is known to be lost. That is not the script's failure."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"min": 1, "silence": 3, "cooldown": (0, 0), "log_dir": tmp_path / "logs"}
+    with nbe.Cluster("one:1,two:1", launcher="slurm", **options) as cluster:
+        training = ScriptTraining(cluster, tmp_path / "steps")
+        training.wait_for_world(2)
+        step = f"slurmstepd: [{jobs(slurm)['nbelastic-two']}.batch]"
+        (daemon,) = (each for each in psutil.process_iter(["cmdline"]) if step in " ".join(each.info["cmdline"] or ()))
+        for process in daemon.children(recursive=True):
+            process.kill()
+        assert [worker.host for worker in training.wait_for_world(1)] == ["one"]
+        training.finish()
+    until(lambda: not slurm.jobs(), what="all jobs to end")
