@@ -10,7 +10,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle, jobs, losses, provisioning, script_job, stopping
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import workers_on
-from nbelastic.core.state import ClusterState, Ending, HostPhase
+from nbelastic.core.state import FAR, ClusterState, Ending, HostPhase
 from nbelastic.core.state_holders import alone_holds_state, state_lives
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
@@ -77,7 +77,7 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     if host.phase is HostPhase.DRAINING and not event.now:
         return cluster
     how = "at once" if event.now else "at the next commit"
-    how += f", and ends within {round(event.within, 1):g} s" if event.within is not None else ""
+    how += f", and ends within {round(event.within, 1):g} s" if event.within is not None and event.within < FAR else ""
     cluster = host_lifecycle.drain(cluster, name, how, by, out)
     workers = workers_on(cluster, name)
     if event.now:

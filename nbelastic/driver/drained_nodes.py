@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
+from nbelastic.core.state import FAR
 from nbelastic.errors import DiscoveryError
 from nbelastic.protocol import events as ev
 from nbelastic.provision.run_program import run_program
@@ -15,7 +16,6 @@ from nbelastic.provision.slurm import TIMEOUT, scontrol, states
 from nbelastic.system.slurm_time import seconds_left
 
 POLL = 10.0  # seconds between two queries of Slurm's controller, for all jobs
-NO_LIMIT = 365 * 86400.0  # seconds in which a job without a time limit is said to end
 DRAINED = ("DRAIN", "FAIL")  # beginnings of states in which a node gets no more jobs; those that run may end
 
 
@@ -49,11 +49,11 @@ class DrainedNodes:
 
 
 async def _running(jobs: Collection[str]) -> dict[str, tuple[str, float]]:
-    """By job that runs: its node, and the seconds until its time limit."""
+    """By job that runs: its node, and the seconds until its time limit. Without a limit those are very many."""
     command = ["squeue", "--noheader", "--states=RUNNING", "--format=%i %N %L", f"--jobs={','.join(sorted(jobs))}"]
     _, out, _ = await run_program(command, TIMEOUT)
     lines = [words for line in out.splitlines() if len(words := line.split()) == 3 and words[0] in jobs]
-    return {job: (node, NO_LIMIT if (left := seconds_left(text)) is None else left) for job, node, text in lines}
+    return {job: (node, 10 * FAR if (left := seconds_left(text)) is None else left) for job, node, text in lines}
 
 
 async def _drained(nodes: Collection[str]) -> set[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from nbelastic.core.host_lifecycle import REPLACES
 from nbelastic.core.host_slots import host_backoff_until
 from nbelastic.core.reasons import in_words, queued_hosts, with_queued
-from nbelastic.core.state import ClusterState, Host, HostPhase, Worker
+from nbelastic.core.state import FAR, ClusterState, Host, HostPhase, Worker
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers
@@ -51,7 +51,7 @@ wall = _WallClock()
 def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float) -> Status:
     """The status of `cluster` at `now` (seconds, the driver's monotonic clock)."""
     ranks = dict(zip(cluster.members, rank_numbers(cluster.members), strict=True))
-    hosts, ending = [], cluster.ending
+    hosts = []
     for host in cluster.hosts.values():
         until = host_backoff_until(host, now)
         phase = "backoff" if until and host.phase == "up" else str(host.phase)
@@ -70,7 +70,7 @@ def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float)
                 memory_total=sample.memory_total if sample else None,
                 gpus=sample.gpus if sample else (),
                 slots_in_backoff=in_backoff,
-                ends_in=max(0.0, ending[host.spec.name].at - now) if host.spec.name in ending else None,
+                ends_in=_ends_in(cluster, host.spec.name, now),
             )
         )
     return Status(
@@ -126,6 +126,11 @@ def _cluster_reason(cluster: ClusterState, telemetry: Telemetry, now: float) -> 
     reason = with_queued(cluster.reason, {name: _STATE.sub(r"\1: \2", state) for name, state in queued.items()})
     advice = dict.fromkeys(advice_for(queued[name]) for name in queued_hosts(reason))
     return "; ".join([in_words(reason, now), *filter(None, advice)])
+
+
+def _ends_in(cluster: ClusterState, host: str, now: float) -> float | None:
+    seconds = cluster.ending[host].at - now if host in cluster.ending else FAR
+    return max(0.0, seconds) if seconds < FAR else None
 
 
 def _host_reason(host: Host, telemetry: Telemetry) -> str:

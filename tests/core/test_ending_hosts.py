@@ -6,7 +6,9 @@ import pytest
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.requests import LEAVE_TIME, SAVE_TIME
-from nbelastic.core.state import HostPhase, Stage
+from nbelastic.core.state import FAR, HostPhase, Stage
+from nbelastic.driver.status import snapshot
+from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
 from tests.core.away import Away
@@ -244,3 +246,13 @@ def test_an_announcement_that_is_repeated_adds_one_host():
     story.send(ev.StopRequested("a test"))
     story.remove("b.2", within=30.0, replaced=True)
     assert "b.3" not in story.cluster.hosts
+
+
+def test_a_host_whose_end_is_not_known_has_its_successor():
+    """A drained node without a time limit: no countdown is shown, and the event log names none."""
+    story = healthy("a:1", "b:1")
+    story.remove("b", within=10 * FAR, replaced=True)
+    assert [host.ends_in for host in snapshot("c", story.cluster, Telemetry(), story.now).hosts] == [None] * 3
+    story.quiet(1.0).commit(3).quiet(2.0).commit(3).quiet(1.0)
+    assert sorted(w.host for w in story.cluster.members) == ["a", "b.2"]
+    assert story.records("host-removed") == ["b will leave at the next commit, by a test"]
