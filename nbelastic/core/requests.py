@@ -10,12 +10,13 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle, jobs, losses, provisioning, script_job, stopping
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import workers_on
-from nbelastic.core.state import FAR, ClusterState, Ending, HostPhase
+from nbelastic.core.state import ClusterState, Ending, HostPhase
 from nbelastic.core.state_holders import alone_holds_state, state_lives
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
+FAR = 30 * 86400.0  # seconds: the end of a host that is further away is not shown
 LEAVE_TIME = 30.0  # seconds before its end in which a host with a successor drains, though that is not up yet
 SAVE_TIME = 10.0  # seconds before its last host ends in which a training may write a checkpoint; half of a short notice
 

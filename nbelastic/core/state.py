@@ -101,9 +101,6 @@ class Disconnected(Struct, frozen=True):
     reason: str
 
 
-FAR = 30 * 86400.0  # seconds: an end that is further away is not shown
-
-
 class Ending(Struct, frozen=True):
     """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from nbelastic.core.state import FAR
+from nbelastic.core.requests import FAR
 from nbelastic.errors import DiscoveryError
 from nbelastic.protocol import events as ev
 from nbelastic.provision.run_program import run_program

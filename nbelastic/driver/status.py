@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from nbelastic.core.host_lifecycle import REPLACES
 from nbelastic.core.host_slots import host_backoff_until
 from nbelastic.core.reasons import in_words, queued_hosts, with_queued
-from nbelastic.core.state import FAR, ClusterState, Host, HostPhase, Worker
+from nbelastic.core.requests import FAR
+from nbelastic.core.state import ClusterState, Host, HostPhase, Worker
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_layout import rank_numbers

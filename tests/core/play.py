@@ -36,7 +36,7 @@ class Play:
         self.now = 100.0
         self.hosts = dict(self.parsed(host) for host in hosts)
         self.mute: set[str] = set()  # hosts whose nodes do not start
-        self.silent: set[str] = set()  # hosts from which the driver hears nothing
+        self.silent: set[str] = set()  # hosts whose nodes are silent
         self.lost: tuple[str, ...] = ()
         self.said: list[cmd.Command] = []
         self.heard: list[ev.Event] = []

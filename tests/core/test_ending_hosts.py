@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.requests import LEAVE_TIME, SAVE_TIME
-from nbelastic.core.state import FAR, HostPhase, Stage
+from nbelastic.core.requests import FAR, LEAVE_TIME, SAVE_TIME
+from nbelastic.core.state import HostPhase, Stage
 from nbelastic.driver.status import snapshot
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol import events as ev
