@@ -27,7 +27,7 @@ from tests.support.waiting import until, until_none
 
 MARK = "NBELASTIC_TEST_KERNEL"  # an environment variable of the kernel and of all processes that it starts
 ROOT = Path(__file__).parents[2]
-PAUSE = 0.03  # seconds between two steps of a kernel's training: the next kernel needs the processors too
+PAUSE = 0.06  # seconds between two steps of a kernel's training: the next kernel needs the processors too
 _numbers = itertools.count()
 
 

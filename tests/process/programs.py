@@ -19,7 +19,7 @@ from typing import Any
 import nbelastic as nbe
 from nbelastic.system.private_files import replace_private
 
-PAUSE = 0.03
+PAUSE = 0.06
 CELLS = itertools.count(1)
 
 

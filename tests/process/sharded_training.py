@@ -44,7 +44,7 @@ def train(
     every: int = 1,
     copies: int = 1,
     shard: int | None = None,
-    pause: float = 0.03,
+    pause: float = 0.06,
     lr: float = RATE,
     layers: int = LAYERS,
     fails: bool = False,
