@@ -19,6 +19,7 @@ from nbelastic.protocol.connection_events import EnvironmentReported, HostDiscon
 
 BLIP = 3.0  # seconds in which a host that is only just needed may be reached again
 NEWS = "; nbelastic opens another one"
+REDIALS = "; the host opens another one"
 
 
 def changed(
@@ -26,26 +27,27 @@ def changed(
 ) -> ClusterState:
     """Note that a host receives no orders, that it does so again, or that it cannot start workers yet."""
     match event:
-        case HostDisconnected(host=name, reason=reason):
-            return _disconnected(cluster, name, reason, now, out)
+        case HostDisconnected():
+            return _disconnected(cluster, event, now, out)
         case HostReconnected(host=name):
             return _reconnected(cluster, name, now, out)
         case EnvironmentReported():
             return host_lifecycle.environment_reported(cluster, event, now, out)
 
 
-def _disconnected(cluster: ClusterState, name: str, reason: str, now: float, out: Commands) -> ClusterState:
-    """A host that is not up yet is lost."""
+def _disconnected(cluster: ClusterState, event: HostDisconnected, now: float, out: Commands) -> ClusterState:
+    """A host that is not up yet, and cannot open another connection itself, is lost."""
+    name, reason, news = event.host, event.reason, REDIALS if event.redials else NEWS
     host = cluster.hosts.get(name)
-    if host is None or host.phase is HostPhase.LOST:
+    if host is None or host.phase is HostPhase.LOST or (event.redials and not host.is_up):
         return cluster
     if not host.is_up:
         return losses.exclude_host(cluster, name, reason, now, out, kind="host-lost")
     if name not in cluster.disconnected:
-        text = f"{name}: {reason}{NEWS}, and its workers go on"
+        text = f"{name}: {reason}{news}, and its workers go on"
         out.append(cmd.Record("host-disconnected", text, host=name))
     since = cluster.disconnected[name].since if name in cluster.disconnected else now
-    cluster = with_host(cluster, replace(host, reason=f"{reason}{NEWS}"))
+    cluster = with_host(cluster, replace(host, reason=f"{reason}{news}"))
     return replace(cluster, disconnected={**cluster.disconnected, name: Disconnected(since, reason)})
 
 

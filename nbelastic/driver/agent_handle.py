@@ -22,8 +22,10 @@ class AgentHandle:
         self.launch: asyncio.Task[None] | None = None
         self.returned = False  # an earlier driver knew that Kubernetes ends its pod
         self.disconnected_at = 0.0  # when its connection ended last
+        self.is_ending = False  # it was asked to end, or killed
 
     def kill(self) -> None:
+        self.is_ending = True
         if self.launch is not None:
             self.launch.cancel()
         if self.agent is not None:

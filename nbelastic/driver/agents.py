@@ -74,7 +74,9 @@ class Agents:
         self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
         self._none_runs = asyncio.Event()
         self.started_count = 0
-        self.tcp_proxies = ProxySet(ports_file(settings.run_folder), settings.driver_lease, self.expected_workers)
+        self.tcp_proxies = ProxySet(
+            ports_file(settings.run_folder), settings.driver_lease, self.expected_workers, self._tunnel_ended
+        )
         self._tunnel_ports = TunnelPorts(settings.run_folder, keys.client_secret)
 
     async def stop(self) -> None:
@@ -308,7 +310,7 @@ class Agents:
         handle = self._handles.get(host)
         if handle is None:
             return
-        was_heard = handle.peer in self._server.heard_at
+        was_heard, handle.is_ending = handle.peer in self._server.heard_at, True
         self._server.send(handle.peer, agent_messages.StopAgent())
         if was_heard:
             self._loop.call_later(STOP_GRACE, self._kill_handle, host, handle)
@@ -347,10 +349,15 @@ class Agents:
         if handle is not None and returns(handle.agent, handle.returned):
             self._post(ev.HostAdded(HostSpec(host, handle.slots), "Kubernetes", by_hand=False))
 
-    def _disconnected(self, host: str, handle: AgentHandle, reason: str) -> None:
+    def _disconnected(self, host: str, handle: AgentHandle, reason: str, *, redials: bool = False) -> None:
         if self._handles.get(host) is handle:
             handle.disconnected_at = time.monotonic()
-            self._post(HostDisconnected(host, reason, handle.number))
+            self._post(HostDisconnected(host, reason, handle.number, redials))
+
+    def _tunnel_ended(self, host: str, number: int) -> None:
+        handle = self._handles.get(host)
+        if handle is not None and handle.number == number and not handle.is_ending and self._heard_at(handle):
+            self._disconnected(host, handle, f"the connection of {host} has ended", redials=True)
 
     def has_reconnected(self, host: str) -> bool:
         """Whether a message of the host's agent has come since its connection ended."""

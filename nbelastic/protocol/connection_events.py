@@ -10,12 +10,13 @@ from nbelastic.protocol.events import Event
 class HostDisconnected(Event):
     """Driver → core: the connection to this host's agent has ended, and is opened again. The agent may run on.
 
-    `number`: see `AgentLost`.
+    `number`: see `AgentLost`. `redials`: the host opens it, and not the driver's machine.
     """
 
     host: str
     reason: str
     number: int = 0
+    redials: bool = False
 
 
 class HostReconnected(Event):

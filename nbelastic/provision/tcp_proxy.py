@@ -7,6 +7,7 @@ connections: a flood of them exhausts its descriptors, not the driver's. A peer 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from nbelastic.system.backoff import Backoff
 from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.process_identity import identity, is_alive, pid_of
 from nbelastic.system.processes import is_stopped, kill_group
+from nbelastic.tunnel import ended_tunnels
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # seconds from one restart of a process to the next
 PROXY = "from nbelastic.tunnel.tcp_proxy_process import main; main()"
@@ -113,17 +115,37 @@ class ProxySet:
     """A cluster's TCP proxies: one for each address of this machine to which others connect.
 
     `ports`: the file that lists the loopback ports to which hosts may connect. `workers()`: the number of workers that the
-    cluster wants. All of them may connect from one address.
+    cluster wants. All of them may connect from one address. `on_tunnel_end(host, number of its agent)` is called in the loop's
+    thread when a host's tunnel has ended. The host opens another one if it lives.
     """
 
-    def __init__(self, ports: Path, driver_lease: DriverLease, workers: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        ports: Path,
+        driver_lease: DriverLease,
+        workers: Callable[[], int] = lambda: 0,
+        on_tunnel_end: Callable[[str, int], None] | None = None,
+    ) -> None:
         self._settings = (ports, driver_lease, workers)
+        self._on_tunnel_end = on_tunnel_end
         self._proxies: dict[str, TcpProxy] = {}  # by address
+        self._listener: socket.socket | None = None  # for the ends of tunnels
 
     def adopt(self, saved: Iterable[SavedProxy]) -> None:
         """Take over the proxies of an earlier driver."""
         self._proxies = {each.address: TcpProxy.adopted(each, *self._settings) for each in saved}
+        self._listen()
         self.restart_dead()
+
+    def _listen(self) -> None:
+        if self._proxies and self._listener is None and self._on_tunnel_end is not None:
+            self._listener = ended_tunnels.listen(self._settings[0].parent)
+            asyncio.get_running_loop().add_reader(self._listener, self._read_end)
+
+    def _read_end(self) -> None:
+        ended = ended_tunnels.read(self._listener) if self._listener is not None else None
+        if ended is not None and self._on_tunnel_end is not None:
+            self._on_tunnel_end(*ended)
 
     def restart_dead(self) -> list[str]:
         """Replace processes that have ended; call this regularly. Return the addresses of the replaced processes."""
@@ -144,8 +166,13 @@ class ProxySet:
             proxy = TcpProxy(address, int(server.rpartition(":")[2]), *self._settings)
             proxy.start()
             self._proxies[address] = proxy
+            self._listen()
         return self._proxies[address].port
 
     def close(self) -> None:
         for proxy in self._proxies.values():
             proxy.close()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def bind_in(folder: Path, name: str) -> socket.socket:
+def bind_in(folder: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """A socket that is bound to `name` in `folder`, in place of one that a process has left which was killed."""
-    with _socket_and_path(folder, name) as (bound, path):
+    with _socket_and_path(folder, name, kind) as (bound, path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         bound.bind(path)
@@ -19,17 +19,17 @@ def bind_in(folder: Path, name: str) -> socket.socket:
     return bound
 
 
-def connect_in(folder: Path, name: str) -> socket.socket:
+def connect_in(folder: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """A socket that is connected to `name` in `folder`. OSError if no process listens there."""
-    with _socket_and_path(folder, name) as (connected, path):
+    with _socket_and_path(folder, name, kind) as (connected, path):
         connected.connect(path)
     return connected
 
 
 @contextlib.contextmanager
-def _socket_and_path(folder: Path, name: str) -> Iterator[tuple[socket.socket, str]]:
+def _socket_and_path(folder: Path, name: str, kind: int) -> Iterator[tuple[socket.socket, str]]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made = socket.socket(socket.AF_UNIX, kind)
     try:
         yield made, f"/proc/self/fd/{descriptor}/{name}"
     except BaseException:

@@ -10,7 +10,7 @@ import time
 from nbelastic.system.backoff import Backoff
 from nbelastic.tunnel import handshake
 from nbelastic.tunnel.forwarder import WRITE, Forwarder
-from nbelastic.tunnel.frames import PREAMBLE
+from nbelastic.tunnel.frames import PREAMBLE, Frame, Kind
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -24,10 +24,13 @@ OPTIONS = (
 
 
 class Dialer:
-    """`address`: where the driver's TCP proxy listens. `key`: of the handshake. Call `turn` before each turn of the forwarder."""
+    """`address`: where the driver's TCP proxy listens. `key`: of the handshake. `name`: of the tunnel, see `ended_tunnels`.
 
-    def __init__(self, forwarder: Forwarder, address: tuple[str, int], key: bytes) -> None:
-        self._forwarder, self._address, self._key = forwarder, address, key
+    Call `turn` before each turn of the forwarder.
+    """
+
+    def __init__(self, forwarder: Forwarder, address: tuple[str, int], key: bytes, name: bytes) -> None:
+        self._forwarder, self._address, self._key, self._name = forwarder, address, key, name
         self._challenge = b""  # as far as the proxy has sent it
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._connection: socket.socket | None = None  # that is being opened
@@ -96,6 +99,7 @@ class Dialer:
             answer = handshake.answer_to(self._challenge, self._key)
             with connection:
                 self._forwarder.attach(os.dup(connection.fileno()), os.dup(connection.fileno()), answer)
+                self._forwarder.send(Frame(Kind.NAME, payload=self._name))
 
     def _fail(self, now: float) -> None:
         assert self._connection is not None

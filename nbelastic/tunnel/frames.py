@@ -20,7 +20,7 @@ MAX_NOISE = 1 << 20  # bytes that a login shell may print
 
 
 class Kind(IntEnum):
-    """What a frame says. `END` and `PING` go to the host; `OPEN`, `OUTPUT`, `EXIT` and `PONG` come from it."""
+    """What a frame says. `END` and `PING` go to the host; `OPEN`, `OUTPUT`, `EXIT`, `PONG` and `NAME` come from it."""
 
     OPEN = 1  # a process of the host has connected; the payload is the loopback port on the driver's machine
     DATA = 2
@@ -31,6 +31,7 @@ class Kind(IntEnum):
     END = 7  # end the agent
     PING = 8
     PONG = 9
+    NAME = 10  # of the tunnel, for the TCP proxy: see `ended_tunnels`
 
 
 _KINDS = frozenset(map(int, Kind))

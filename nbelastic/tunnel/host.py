@@ -32,6 +32,7 @@ from nbelastic.system.folder_paths import process_folder
 from nbelastic.system.processes import kill_group
 from nbelastic.tunnel import handshake
 from nbelastic.tunnel.dialer import Dialer
+from nbelastic.tunnel.ended_tunnels import name_of
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import NUMBER, PREAMBLE, Frame, Kind
 
@@ -64,7 +65,7 @@ def main(run_agent: Callable[[], None]) -> None:
         host = _Host(folder, child, config, eof_ends_agent=eof_ends_agent)
         host.listen_for(int(driver.rpartition(":")[2]))
         key = handshake.key_from(config["keys"]["client_secret"]) if dial else b""
-        code = host.run(tuple(dial) if dial else None, key)
+        code = host.run(tuple(dial) if dial else None, key, name_of(config["host"], config["number"]))
     sys.exit(code if code >= 0 else 128 - code)
 
 
@@ -174,13 +175,13 @@ class _Host:
         self._pidfd = os.pidfd_open(child.pid)
         self._forwarder.watch(self._pidfd, self._on_exit)
 
-    def run(self, dial: tuple[str, int] | None, key: bytes) -> int:
-        """Forward, and return the agent's exit code. `dial`, `key`: see `Dialer`; None: ssh is there."""
+    def run(self, dial: tuple[str, int] | None, key: bytes, name: bytes) -> int:
+        """Forward, and return the agent's exit code. `dial`, `key`, `name`: see `Dialer`; None: ssh is there."""
         for sig in (signal.SIGHUP, signal.SIGPIPE, signal.SIGINT):
             signal.signal(sig, signal.SIG_IGN)
         for sig in (signal.SIGTERM, signal.SIGUSR1):  # notices, for the agent
             signal.signal(sig, lambda number, _: os.kill(self._child.pid, number))
-        dialer = Dialer(self._forwarder, dial, key) if dial is not None else None
+        dialer = Dialer(self._forwarder, dial, key, name) if dial is not None else None
         if dialer is not None:
             self._configure()
         else:

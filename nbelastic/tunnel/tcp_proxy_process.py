@@ -25,9 +25,9 @@ from pathlib import Path
 
 from nbelastic.system import open_files
 from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
-from nbelastic.tunnel import allowed_ports, handshake
+from nbelastic.tunnel import allowed_ports, ended_tunnels, handshake
 from nbelastic.tunnel.forwarder import Forwarder
-from nbelastic.tunnel.frames import PREAMBLE
+from nbelastic.tunnel.frames import PREAMBLE, Frame, Kind
 
 MOST_PER_PEER = 128  # strangers' connections from one address; at least two per worker that the cluster wants
 MOST = 4096  # strangers' connections; at least four per worker that the cluster wants
@@ -66,6 +66,7 @@ class _Proxy:
         self._peers: defaultdict[str, _Peer] = defaultdict(_Peer)
         self._strangers = 0  # connections
         self._refused_peers: set[str] = set()
+        self._newest: dict[bytes, Forwarder] = {}  # the newest tunnel with each name
 
     async def accept(self, listener: socket.socket) -> None:
         """Take connections until cancelled."""
@@ -133,9 +134,18 @@ class _Proxy:
         )
 
     async def _forward_tunnel(self, connection: socket.socket, peer: _Peer, address: str) -> None:
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        loop, over, name = asyncio.get_running_loop(), asyncio.Event(), b""
+
+        def on_frame(frame: Frame) -> None:
+            nonlocal name
+            if frame.kind is Kind.NAME and not name:
+                name = frame.payload[: ended_tunnels.MOST]
+                self._newest[name] = tunnel
+            elif frame.kind is Kind.EXIT:  # the agent has ended by itself, as its batch system or Kubernetes reports
+                self._newest.pop(name, None)
+
         tunnel = Forwarder(
-            on_frame=lambda _: None,  # such frames are for ssh
+            on_frame=on_frame,
             on_lost=lambda *_: over.set(),
             connect=partial(self._connect, peer, address),
         )
@@ -152,6 +162,9 @@ class _Proxy:
             loop.remove_reader(tunnel.fileno())
             tunnel.close()
             peer.tunnels.discard(tunnel)
+            if self._newest.get(name) is tunnel:
+                del self._newest[name]
+                ended_tunnels.report(self._ports.parent, name)
 
     def _connect(self, peer: _Peer, address: str, port: int) -> socket.socket | None:
         if peer.channels >= self._most_channels:

@@ -166,3 +166,12 @@ def test_when_silence_is_a_loss(silence, since_commit, since_cut_off, is_lost):
 def test_when_the_driver_is_cut_off(silences, is_cut):
     """All hosts are silent, though not for equally long: their messages come at different moments."""
     assert is_cut_off(silences, quiet=8.0) is is_cut
+
+
+def test_a_host_that_opens_its_connection_itself_is_not_lost_before_it_is_up():
+    """A batch job may have waited for hours in its queue."""
+    story = Story("a:1", "b:1")
+    story.send(HostDisconnected("b", "the connection of b has ended", redials=True))
+    assert story.cluster.hosts["b"].phase is HostPhase.STARTING
+    story.send(HostDisconnected("b", "the ssh connection to b has ended"))
+    assert story.cluster.hosts["b"].phase is HostPhase.LOST

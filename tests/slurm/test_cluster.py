@@ -143,6 +143,24 @@ def test_a_queued_job_outlives_a_kernel(slurm, start_kept):
     until(lambda: not slurm.jobs(), what="the queued job to be cancelled")
 
 
+def kill_all_processes(slurm, host):
+    """As if the node of this host's job had no memory left."""
+    step = f"slurmstepd: [{jobs(slurm)[f'nbelastic-{host}']}.batch]"
+    (daemon,) = (each for each in psutil.process_iter(["cmdline"]) if step in " ".join(each.info["cmdline"] or ()))
+    for process in daemon.children(recursive=True):
+        process.kill()
+
+
+def test_a_host_whose_processes_are_all_killed_is_lost_at_once(slurm, training):
+    """Its connections have ended, so the driver does not wait for a silence."""
+    training.wait_for_world(3)
+    kill_all_processes(slurm, "two")
+    training.wait_for_world(2)
+    training.finish()
+    lost = [event.text for event in training.events("host-lost")]
+    assert ["the connection of two has ended" in text for text in lost] == [True]
+
+
 @pytest.mark.soak(seconds=20)
 def test_a_script_goes_on_when_all_processes_of_a_job_are_killed(slurm, tmp_path, monkeypatch):
     """The other rank's connection breaks before the host is known to be lost. That is not the script's failure."""
@@ -151,10 +169,7 @@ def test_a_script_goes_on_when_all_processes_of_a_job_are_killed(slurm, tmp_path
     with nbe.Cluster("one:1,two:1", launcher="slurm", **options) as cluster:
         training = ScriptTraining(cluster, tmp_path / "steps")
         training.wait_for_world(2)
-        step = f"slurmstepd: [{jobs(slurm)['nbelastic-two']}.batch]"
-        (daemon,) = (each for each in psutil.process_iter(["cmdline"]) if step in " ".join(each.info["cmdline"] or ()))
-        for process in daemon.children(recursive=True):
-            process.kill()
+        kill_all_processes(slurm, "two")
         assert [worker.host for worker in training.wait_for_world(1)] == ["one"]
         training.finish()
     until(lambda: not slurm.jobs(), what="all jobs to end")

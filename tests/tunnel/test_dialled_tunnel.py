@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from nbelastic.provision.tcp_proxy import TcpProxy
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.system.process_identity import pid_of
+from nbelastic.tunnel import ended_tunnels
 from tests.support.driver_lease import until_the_end
 from tests.support.processes import alive
 from tests.support.waiting import until
@@ -127,6 +129,18 @@ def test_one_connection_carries_a_host(parts):
     (host.folder / "end").touch()
     assert host.process.wait(20) == 7
     assert (host.folder / "log").read_text() == "the agent runs\n"
+
+
+def test_the_end_of_a_host_is_reported(parts):
+    """With the host's name and the number of its agent."""
+    host, _ = parts
+    with ended_tunnels.listen(host.folder / "proxy") as listener:
+        host.more_echoes()
+        host.process.kill()
+        assert until(lambda: ended_tunnels.read(listener), 20, "the report") == ("h", 1)
+        host.process.wait()
+    for folder in host.folder.glob("nbelastic-*/run-*"):
+        shutil.rmtree(folder)
 
 
 def test_a_broken_connection_is_opened_again(parts):

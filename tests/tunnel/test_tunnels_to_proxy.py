@@ -4,10 +4,11 @@ import contextlib
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
-from nbelastic.tunnel import handshake
+from nbelastic.tunnel import ended_tunnels, handshake
 from nbelastic.tunnel.frames import NUMBER, PREAMBLE, Decoder, Frame, Kind, encode
 from nbelastic.tunnel.tcp_proxy_process import MOST_CHANNELS_PER_PEER, MOST_PER_PEER, SERVER_PART, STRANGER_PART
 from tests.tunnel.echo_server import echo_server
@@ -182,3 +183,31 @@ def test_channels_of_one_address_are_limited(driver_lease, capfd):
         one.send(Kind.DATA, half, b"x")
         assert one.receive() == [Frame(Kind.DATA, half, b"x")]
     assert f"127.0.0.8 was refused: {MOST_CHANNELS_PER_PEER} channels of it are open" in capfd.readouterr().err
+
+
+def test_the_driver_learns_of_a_tunnel_s_end(driver_lease):
+    """So a host whose processes are all killed is known at once. Agents that ended themselves, and tunnels that were replaced, are not reported."""
+    folder = Path(driver_lease.file).parent
+    with ended_tunnels.listen(folder) as listener, echo_server() as port:
+        listener.setblocking(True)
+        listener.settimeout(20)
+        with open_proxy(port, driver_lease, allowed=[port]) as (_, proxy_address):
+
+            def open_tunnel(host):
+                tunnel = Tunnel(proxy_address)
+                tunnel.send(Kind.NAME, 0, ended_tunnels.name_of(host, 3))
+                tunnel.open(1, port)
+                tunnel.send(Kind.DATA, 1, b"x")
+                tunnel.receive()  # the proxy has read the name
+                return tunnel
+
+            open_tunnel("a host").connection.close()
+            assert ended_tunnels.read(listener) == ("a host", 3)
+            ended = open_tunnel("b")
+            ended.send(Kind.EXIT, 0, NUMBER.pack(0))
+            replaced, newest = open_tunnel("c"), open_tunnel("c")
+            for tunnel in (ended, replaced, newest):
+                tunnel.connection.close()
+            assert ended_tunnels.read(listener) == ("c", 3)
+        listener.setblocking(False)
+        assert ended_tunnels.read(listener) is None
