@@ -1,4 +1,4 @@
-"""How a TCP proxy tells the driver that a host's tunnel has ended: by a datagram, in the run folder, which is private.
+"""How a TCP proxy reports to the driver that a host's tunnel has ended: by a datagram in the run folder, which is private.
 
 A host says in its tunnel which agent it has. Its machine's end closes the tunnel too, so the driver need not wait for a silence.
 """
