@@ -1,6 +1,7 @@
 """How a TCP proxy reports to the driver that a host's tunnel has ended: by a datagram in the run folder, which is private.
 
-A host says in its tunnel which agent it has. Its machine's end closes the tunnel too, so the driver need not wait for a silence.
+A host says in its tunnel which agent it has. If all its processes are killed, its system closes the tunnel. Then the driver need not
+wait for a silence.
 """
 
 from __future__ import annotations
