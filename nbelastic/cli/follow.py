@@ -75,7 +75,7 @@ def follow_all(cluster: Cluster) -> None:
     output, job = Output(), cluster.job
     _, shown = cluster.numbered_events()
     shown = max(0, shown - EARLIER_EVENTS)
-    print(f"{cluster.name} is {remove_controls(str(StatusView(cluster.status())))}", end="\n\n")
+    print(f"{cluster.name} is {remove_controls(str(StatusView.of(cluster)))}", end="\n\n")
     with _changes(cluster) as changed:
         while True:
             is_over = cluster.status().phase == "finished"

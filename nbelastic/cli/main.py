@@ -57,11 +57,11 @@ def _list(_: Namespace) -> None:
 
 
 def _status(options: Namespace) -> None:
-    status = _attached(options).status()
+    shown = StatusView.of(_attached(options))
     if options.json:
-        print(msgspec.json.encode(status).decode())
+        print(msgspec.json.encode(shown.status).decode())
     else:
-        print(f"{status.name} is {remove_controls(str(StatusView(status)))}")
+        print(f"{shown.status.name} is {remove_controls(str(shown))}")
 
 
 def _logs(options: Namespace) -> None:

@@ -30,7 +30,7 @@ from nbelastic.integrations.lightning_strategy import (
     check_strategy,
     not_interactive,
 )
-from nbelastic.programs.elastic import elastic
+from nbelastic.programs.elastic import elastic, frameworks
 from nbelastic.sharded.state import ShardedState
 from nbelastic.state.sampler import ElasticSampler
 from nbelastic.state.state import TorchState
@@ -52,6 +52,7 @@ def fit(trainer: Any, *args: Any, **kwargs: Any) -> None:
     if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
         raise UsageError("an elastic fit() does not support overfit_batches and reload_dataloaders_every_n_epochs yet.")
     _use_world(trainer)
+    frameworks().forget(trainer)  # `trainer.fit` sets it up before there is a world
     _ElasticFit(trainer).run(lambda: trainer.fit(*args, **kwargs))
 
 

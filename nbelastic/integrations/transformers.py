@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.state import PartialState
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 
 from nbelastic.errors import UsageError
@@ -122,6 +122,11 @@ def _leave_world(trainer: Any, is_over: bool) -> None:
         sharding.leave()
     trainer.callback_handler.optimizer = trainer.optimizer
     trainer.callback_handler.train_dataloader = None
+    for callback in trainer.callback_handler.callbacks:
+        for bar in ("training_bar", "prediction_bar") if isinstance(callback, ProgressCallback) else ():
+            if (open_bar := getattr(callback, bar)) is not None:
+                open_bar.close()  # else it is drawn again beside those of the next program
+                setattr(callback, bar, None)
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 from nbelastic.system.tables import html_table, text_table
 
 if TYPE_CHECKING:
+    from nbelastic.client.cluster import Cluster
     from nbelastic.client.doctor import Finding
 
 _HOST_COLUMNS = ("host", "slots", "state", "why")
@@ -25,24 +26,35 @@ _WORKER_COLUMNS = ("rank", "worker", "state", "step", "restarts", "why")
 
 
 class StatusView:
-    """What `%elastic_status` shows; `status` is the snapshot itself."""
+    """What `%elastic_status` shows; `status` is the snapshot itself. `failure`: why the job has failed, in one line."""
 
-    def __init__(self, status: Status) -> None:
-        self.status = status
+    def __init__(self, status: Status, failure: str = "") -> None:
+        self.status, self._failure = status, failure
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Self:
+        """The present state of a cluster."""
+        status = cluster.status()
+        failed = (record.text for record in reversed(cluster.events) if record.kind == "job-failed")
+        failure = next(failed, "") if status.outcome == "failed" else ""
+        return cls(status, failure.removeprefix(f"{status.job} failed: "))
 
     def __repr__(self) -> str:
         """Two tables in plain text."""
         status = self.status
         hosts = text_table(_HOST_COLUMNS, map(_host, status.hosts))
         tables = (hosts, text_table(_worker_columns(status), _workers(status)))
-        return "\n".join([headline(status), *_progress(status), *(f"\n{table}" for table in tables if table)])
+        return "\n".join([headline(status), *self._lines(), *(f"\n{table}" for table in tables if table)])
 
     def _repr_html_(self) -> str:
         status = self.status
-        lines = "".join(f"<div>{escape(line)}</div>" for line in _progress(status))
+        lines = "".join(f"<div>{escape(line)}</div>" for line in self._lines())
         hosts = html_table("Hosts", _HOST_COLUMNS, map(_host, status.hosts))
         workers = html_table("Workers", _worker_columns(status), _workers(status))
         return f"<div><strong>{escape(headline(status))}</strong>{lines}{hosts}{workers}</div>"
+
+    def _lines(self) -> list[str]:
+        return [*_progress(self.status), *([self._failure] if self._failure else [])]
 
 
 class ClusterList:

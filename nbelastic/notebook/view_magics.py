@@ -32,8 +32,8 @@ class ViewMagics(ClusterMagics):
         """Show hosts, workers and the job as they are now."""
         from nbelastic.notebook.status_text import StatusView
 
-        status = self._cluster().status()
-        return None if self._keep(options.out_variable, status) else StatusView(status)
+        shown = StatusView.of(self._cluster())
+        return None if self._keep(options.out_variable, shown.status) else shown
 
     @magic(
         "line",

@@ -66,12 +66,14 @@ class Watch(importlib.abc.MetaPathFinder):
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size
         self._made_outside: weakref.WeakSet[Any] = weakref.WeakSet()  # by this program, before it was in a world
+        self._elastic: weakref.WeakSet[Any] = weakref.WeakSet()  # an integration trains them in this program's worlds
         self._workers = 0  # that run this program
         self._warned = False  # of this program
 
     def begin(self, workers: int = 0) -> None:
         """A new program begins on so many workers: objects of an earlier one count only when this one uses them."""
         self._made_outside.clear()
+        self._elastic.clear()
         self._workers, self._warned = workers, False
 
     def end(self) -> None:
@@ -79,8 +81,9 @@ class Watch(importlib.abc.MetaPathFinder):
         self._workers = 0
 
     def forget(self, made: Any) -> None:
-        """An integration makes this object anew in each world."""
+        """An integration makes this object anew in each world, or gives it the world in which it trains."""
         self._made_outside.discard(made)
+        self._elastic.add(made)
 
     def check(self) -> None:
         """UsageError if an object that was made before this world sees another world size."""
@@ -133,7 +136,8 @@ class Watch(importlib.abc.MetaPathFinder):
         @functools.wraps(method)
         def checked(made: Any, *args: Any, **kwargs: Any) -> Any:
             _compare(made, self._size())
-            if trains and self._workers > 1 and not self._warned and not self._size():
+            is_alone = self._workers > 1 and not self._size() and made not in self._elastic
+            if trains and is_alone and not self._warned:
                 self._warn(made)
             return method(made, *args, **kwargs)
 

@@ -86,26 +86,35 @@ def _harm() -> str:
     return "uses CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
 
 
+def _refused(text: str) -> str:
+    """`REFUSED` and this, once."""
+    return REFUSED if text in REFUSED else "; ".join(filter(None, (REFUSED, text)))
+
+
 def _start_again_without(module: str, harm: str) -> NoReturn:
     text = f"the module {module!r} of preload {harm} when it is imported: each worker imports it itself"
     os.environ["NBELASTIC_PRELOAD"] = ",".join(name for name in OF_USER if name != module)
-    os.environ.update(NBELASTIC_REFUSED="; ".join(filter(None, (REFUSED, text))), NBELASTIC_AGENT_PID=AGENT_PID)
+    os.environ.update(NBELASTIC_REFUSED=_refused(text), NBELASTIC_AGENT_PID=AGENT_PID)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (the server's descriptors stay open)
 
 
-def _preload(module: str) -> None:
+def _preload(module: str) -> str:
+    """Import a module; returns why that is impossible, or nothing."""
     try:
         importlib.import_module(module)
-    except Exception:  # noqa: BLE001  (the worker will fail on it with its traceback)
+    except Exception as error:  # noqa: BLE001  (the worker will fail on it with its traceback)
         print(f"nbelastic: preloading {module!r} failed:", file=sys.stderr)
         traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 for name in PRELOAD:
     _preload(name)
 OURS = frozenset(sys.modules)
 for name in OF_USER:
-    _preload(name)
+    if failure := _preload(name):
+        REFUSED = _refused(f"the module {name!r} of preload cannot be imported ({failure})")
     if harm := _harm():
         _start_again_without(name, harm)
 

@@ -377,7 +377,10 @@ ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is te
 def refuse_second_job(present: str) -> None:
     """UsageError if the job of this name still runs; empty: there is none."""
     if present:
-        raise UsageError(f"{present} is still running: wait for it or stop it first.")
+        raise UsageError(
+            f"{present} is still running: wait for its end, or stop it (%elastic_stop --job). %%elastic_run --swap replaces "
+            "the program of a job that runs."
+        )
 
 
 def refuse_push(present: str) -> None:

@@ -30,6 +30,18 @@ def test_the_timeline_joins_older_and_new_events(view):
     assert len(view.sent("ask")) == 1
 
 
+def test_the_timeline_asks_again_when_the_kernel_was_busy(view, clock):
+    """A first question without an answer leaves no complaint: the next event asks again, and older events are there."""
+    view.open(state(events=HISTORY[-2:]), {})
+    clock.run_for(10_500)
+    expect(view.root.get_by_text("no answer from the kernel for 10 s")).to_be_visible()
+    view.page.evaluate("answer => { model.answers.history = answer }", ANSWERS["history"])
+    view.patch(events=[*HISTORY[-2:], event(6, "host-added", "gpu3 with 2 slots", size=5)])
+    expect(view.page.get_by_role("list", name="Events, newest first").locator("> li")).to_have_count(6)
+    expect(view.root.get_by_text("no answer from the kernel")).to_have_count(0)
+    assert [sent["ask"] for sent in view.sent("ask")].count("history") == 2
+
+
 def test_the_marks_are_reached_by_the_keyboard(view):
     """One tab stop; the arrow keys move, the text is shown, and Enter shows the event in the list."""
     view.open(state(events=HISTORY), ANSWERS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from msgspec.structs import replace
 
 from nbelastic.notebook.status_text import StatusView
@@ -47,3 +49,14 @@ def test_before_the_first_whole_commit_the_line_says_so():
     assert "\nno whole commit yet · copies 2.5 MB (1 worker)\n" in repr(StatusView(first))
     forming = replace(SHARDED, copies=CopiesStatus(8, 940.0, 1.25, 0, 0))
     assert "\nwhole commit 8, 60 s old · copied in 1.2 s\n" in repr(StatusView(forming))
+
+
+def test_a_failed_job_has_its_reason():
+    """That of the newest failure, and not of a job that succeeded after it."""
+    texts = ("rank 0 raised KeyError: 'x'", "rank 1 raised ValueError: <3>")
+    events = [SimpleNamespace(kind="job-failed", text=f"job-1 failed: {text}") for text in texts]
+    cluster = SimpleNamespace(events=events, status=lambda: replace(status(), outcome="failed"))
+    assert texts[1] in repr(StatusView.of(cluster)).splitlines()
+    assert "ValueError: &lt;3&gt;</div>" in StatusView.of(cluster)._repr_html_()
+    cluster.status = lambda: replace(status(), outcome="succeeded")
+    assert "ValueError" not in repr(StatusView.of(cluster))

@@ -118,7 +118,7 @@ class Net(torch.nn.Module):
         return {"loss": loss}
 
 arguments = TrainingArguments(
-    FOLDER, learning_rate=RATE, max_steps=100_000, warmup_steps=2, save_strategy="no", report_to=[], disable_tqdm=True,
+    FOLDER, learning_rate=RATE, max_steps=100_000, warmup_steps=2, save_strategy="no", report_to=[],
 )
 data = [{"x": torch.randn(2), "labels": torch.randn(1)} for _ in range(30)]
 trainer = Trainer(Net(), arguments, train_dataset=data)
@@ -127,7 +127,7 @@ train(trainer, global_batch=6)
 
 
 def test_a_new_program_sets_the_learning_rate_of_a_trainer(frameworks, tmp_path):
-    """Its schedule goes on with the new rate, also on a newcomer."""
+    """Its schedule goes on with the new rate, also on a newcomer. The old program's progress bar is not drawn any more."""
 
     def rates():
         found = "trainer.lr_scheduler.base_lrs, trainer.optimizer.param_groups[0]['lr'] <= 0.001"
@@ -142,6 +142,8 @@ def test_a_new_program_sets_the_learning_rate_of_a_trainer(frameworks, tmp_path)
     frameworks.run_cell(old.replace("RATE", "0.001"), swap=True)
     frameworks.wait(3)
     assert rates() == {"[0.001, 0.001] True\n"}
+    bars = "from tqdm import tqdm\nprint(len(tqdm._instances))"
+    assert [answer.stdout for answer in frameworks.execute(bars, at_commit=True, ranks=[0])] == ["1\n"]
     restarted = frameworks.workers[0].id
     frameworks.restart(restarted)
     until(lambda: restarted not in {worker.id for worker in frameworks.workers}, what=f"the end of {restarted}")

@@ -63,6 +63,7 @@ def test_a_trainer_trains_on(trains):
         assert result["epochs_ended"] == result["epochs"]
         assert result["validation_loss"] == results[0]["validation_loss"]
     assert "tensors are copied" not in training.job.logs()
+    assert "trains alone" not in training.job.logs()
     (file,) = training.folder.rglob("metrics.csv")
     logged = [int(line["step"]) for line in csv.DictReader(file.read_text().splitlines()) if line["loss_step"]]
     assert logged[0] == 0

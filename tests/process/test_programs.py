@@ -219,7 +219,7 @@ def test_a_job_counts_from_its_submission(cluster):
     assert cluster.status().job == job.name
     with pytest.raises(nbe.UsageError, match="cells run between jobs"):
         cluster.execute("1")
-    with pytest.raises(nbe.UsageError, match=f"{job.name} is still running"):
+    with pytest.raises(nbe.UsageError, match=f"{job.name} is still running: .*%elastic_stop --job"):
         cluster.run(os.getpid)
     cluster.stop_job()
     assert job.wait(timeout=20).status == "stopped"

@@ -157,9 +157,12 @@ def test_what_trains_alone_outside_of_a_world_is_named_once(installed, name, cap
     assert INSTEAD[name] in line
 
 
-@pytest.mark.parametrize("case", ["one worker", "a cell", "in the world", "set up by hand"])
+@pytest.mark.parametrize("case", ["one worker", "a cell", "in the world", "set up by hand", "an integration"])
 def test_what_may_train_outside_of_a_world_is_not_named(installed, case, capsys):
-    """Where a worker is alone anyway, between two programs, in an elastic function, and with ranks that the user has set up."""
+    """Where a worker is alone anyway, between two programs, in an elastic function, and with ranks that the user has set up.
+
+    An integration may begin the training before there is a world.
+    """
     watch = Watch(lambda: 1 if case == "in the world" else 0)
     watch.start()
     watch.begin(workers=1 if case == "one worker" else 3)
@@ -167,6 +170,8 @@ def test_what_may_train_outside_of_a_world_is_not_named(installed, case, capsys)
         watch.end()
     for name in STAND_INS:
         made = getattr(importlib.import_module(name), WATCHED[name][0])(3 if case == "set up by hand" else 1)
+        if case == "an integration":
+            watch.forget(made)
         getattr(made, WATCHED[name][3][-1])("model")
     assert capsys.readouterr().err == ""
 

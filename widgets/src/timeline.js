@@ -103,6 +103,7 @@ export class Timeline {
     }
     if (!this.isOpen) return;
     if (added && this.oldest) this.fillGap();
+    else if (added) this.ask(null); // the first question had no answer: the kernel was busy with a long cell
     const lastTime = this.events[this.events.length - 1]?.time ?? 0;
     const end = state.phase === "finished" ? lastTime : now;
     // Without new events draw only when the chart's end has moved visibly.
