@@ -18,7 +18,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 Kind = Literal["line", "cell", "line_cell"]
 Values = Mapping[str, Callable[[], Iterable[str]]]  # known values that Tab offers, by metavar
 
-NO_LONGER_WAITING = "no longer waiting; the cluster goes on, and %elastic_dashboard shows it."
+NO_LONGER_WAITING = "no longer waiting; the cluster and its job go on, and %elastic_dashboard shows them."
 _DECORATORS: Mapping[Kind, Callable[[Any], Any]] = {
     "line": line_magic,
     "cell": cell_magic,

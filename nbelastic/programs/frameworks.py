@@ -148,7 +148,14 @@ class Watch(importlib.abc.MetaPathFinder):
             if seen == 1:
                 self._warned = True
                 instead = INTEGRATIONS.get(title, PLAIN).format(name=title)
-                print(OUTSIDE.format(what=title, workers=self._workers, instead=instead), file=sys.stderr)
+                text = OUTSIDE.format(what=title, workers=self._workers, instead=instead)
+                print(f"\n{text}" if _is_bar_shown() else text, file=sys.stderr)
+
+
+def _is_bar_shown() -> bool:
+    """Whether a progress bar leaves its line unfinished."""
+    tqdm = sys.modules.get("tqdm")
+    return tqdm is not None and bool(getattr(tqdm.tqdm, "_instances", None))
 
 
 def _compare(made: Any, size: int) -> None:

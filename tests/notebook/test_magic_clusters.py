@@ -140,7 +140,10 @@ def test_ctrl_c_ends_the_wait_and_not_the_cluster(ip, magics, cluster, capsys):
     """An interrupted wait shows one line, and the next magic works."""
     cluster.raises = KeyboardInterrupt()
     shown = output_of(ip, capsys, "%elastic_wait --world 4")
-    assert shown == "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic_dashboard shows it."
+    assert (
+        shown
+        == "KeyboardInterrupt: no longer waiting; the cluster and its job go on, and %elastic_dashboard shows them."
+    )
     cluster.raises = None
     assert output_of(ip, capsys, "%elastic_wait --world 4 --timeout 3") == ""
     assert cluster.calls[-1] == ("wait", 4, 3.0)

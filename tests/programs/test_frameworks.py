@@ -4,6 +4,7 @@ import importlib
 import sys
 
 import pytest
+from tqdm import tqdm
 
 from nbelastic import UsageError
 from nbelastic.programs.frameworks import WATCHED, Watch
@@ -182,3 +183,15 @@ def test_other_imports_are_left_alone(installed):
     assert importlib.import_module("lightning").__name__ == "lightning"
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("accelerate.nothing")
+
+
+def test_the_warning_is_not_glued_to_a_progress_bar(installed, capsys):
+    """A bar leaves its line unfinished: the warning begins on a new one."""
+    name = next(iter(STAND_INS))
+    watch = Watch(lambda: 0)
+    watch.start()
+    watch.begin(workers=3)
+    made = getattr(importlib.import_module(name), WATCHED[name][0])()
+    with tqdm(total=2, file=sys.stderr, position=0):
+        getattr(made, WATCHED[name][3][-1])("loss")
+        assert "\nnbelastic: " in capsys.readouterr().err
