@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ PING = 2.0  # seconds between two questions whether the host still answers
 SILENCE = 8.0  # seconds without an answer after which the ssh connection counts as broken
 ATTACH_TIMEOUT = 30.0  # seconds in which a further ssh connection reaches the agent
 EXIT_TIMEOUT = 2.0  # seconds in which ssh ends, and in which an agent that must end has done so
+ORPHAN_TIMEOUT = 60.0  # seconds for which ssh goes on without this process, to send the end to a host that has not answered
 
 
 class _DriverEnd:
@@ -60,7 +62,8 @@ class _DriverEnd:
         self._forwarder.detach()
         if self._end_by is None or self._exit is not None:
             self._wait_for_ssh()
-        # else the host has not answered: ssh sends it the end once the network allows that, or gives up after a minute
+        elif self._ssh.poll() is None:  # the host has not answered: ssh sends it the end once the network allows that
+            self._kill_ssh_later()
         if self._lease.has_expired(time.monotonic()):  # other processes of the cluster on this machine may be dead
             from nbelastic.protocol.local_clusters import remove_without_driver  # only needed here
 
@@ -84,6 +87,17 @@ class _DriverEnd:
         except subprocess.TimeoutExpired:
             self._ssh.kill()
             return self._ssh.wait()
+
+    def _kill_ssh_later(self) -> None:
+        """Leave a process that kills ssh after ORPHAN_TIMEOUT: a program that hangs on the host would keep it for ever."""
+        pidfd = os.pidfd_open(self._ssh.pid)
+        if os.fork() == 0:
+            os.setsid()
+            _leave_output()
+            if not select.select([pidfd], [], [], ORPHAN_TIMEOUT)[0]:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os._exit(0)
+        os.close(pidfd)
 
     def _print_noise(self) -> None:
         noise = self._forwarder.take_noise().decode(errors="replace").strip()
@@ -156,6 +170,13 @@ class _DriverEnd:
         self._ssh.kill()
         self._forwarder.detach()
         self._on_lost(why)
+
+
+def _leave_output() -> None:
+    """Keep no descriptor of the agent's log, nor of whoever reads this process's output."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
 
 
 def main() -> None:

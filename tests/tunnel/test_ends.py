@@ -276,6 +276,19 @@ def test_a_host_whose_program_fails_is_reported_with_its_exit_code(machines):
     assert machines.log() == "This account is not available\n"
 
 
+def test_ssh_to_a_host_that_hangs_is_killed(machines, monkeypatch):
+    """A login that hangs does not see the end of its input. The tunnel ends without it, and ssh some time later."""
+    code = "from nbelastic.tunnel import driver_end; driver_end.ORPHAN_TIMEOUT = 0.5; driver_end.main()"
+    monkeypatch.setattr(ssh, "TUNNEL", code)
+    tunnel = machines.open(before="import time; time.sleep(1000)")
+    client = machines.ssh_of(tunnel)
+    (there,) = until(psutil.Process(client).children, 20, "the program on the host")
+    tunnel.terminate()
+    assert tunnel.wait(20) == 0
+    until(lambda: not alive(client), 10, "ssh to end")
+    there.kill()
+
+
 def test_a_stopped_host_is_given_up_after_some_seconds(machines, monkeypatch):
     """If nothing comes any more, as from a cut network, the tunnel ends; the agent may run on."""
     tunnel = machines.open()
