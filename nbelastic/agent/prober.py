@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import resource
 import threading
 import time
 from collections import deque
@@ -28,6 +30,8 @@ RETRY_INTERVAL = 0.2  # seconds until another connection to an address that has 
 ATTEMPTS = 6  # the most connections to an address
 PORTS = 20  # free ports of the first address that are tried until one is free on all addresses
 CLOSE_TIMEOUT = 0.5  # seconds in which the thread ends
+CHECK_INTERVAL = 0.1  # seconds between two counts of open descriptors
+MOST_OPEN = 8192  # descriptors of this process, or half of its limit: with more it accepts no connections for a while
 _QUESTION = b"who"
 _ZAP = "inproc://zeromq.zap.01"
 _SOCKET_OPTIONS = {
@@ -76,6 +80,9 @@ class Prober:
         self._inbox: deque[_Probe] = deque()
         self._probes: list[_Probe] = []
         self._closing = False
+        self._most_open = min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._bound: tuple[str, ...] = ()  # as ZeroMQ names the endpoints
+        self._listens = True
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="nbelastic-prober", daemon=True)
         self.addresses: tuple[str, ...] = ()
@@ -141,7 +148,8 @@ class Prober:
                         break
                     continue
                 bound.append(address)
-                port = port or int(server.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+                self._bound = (*self._bound[: len(bound) - 1], server.get_string(zmq.LAST_ENDPOINT))
+                port = port or int(self._bound[0].rpartition(":")[2])
             else:
                 if bound:
                     self.addresses, self.port = tuple(bound), port
@@ -182,7 +190,8 @@ class Prober:
         for probe in [probe for probe in self._probes if probe.all_reached or now >= probe.until]:
             self._finish(probe)
         times = [p.until if p.attempts >= ATTEMPTS else min(p.until, p.retry_at) for p in self._probes]
-        delay = int(max(0.0, min(times) - now) * 1000) + 1 if times else None
+        self._limit_connections()
+        delay = int(min(CHECK_INTERVAL, max(0.0, min(times, default=math.inf) - now)) * 1000) + 1
         for source in dict(self._poller.poll(delay)):
             if source == self._wake:
                 with contextlib.suppress(BlockingIOError):
@@ -193,6 +202,24 @@ class Prober:
                 self._answer()
             else:
                 self._receive_answer(source)
+
+    def _limit_connections(self) -> None:
+        """Listen only while this process has descriptors left, which the agent needs. Else end all connections."""
+        try:
+            used = len(os.listdir("/proc/self/fd"))
+        except OSError:  # none is left
+            used = self._most_open + 1
+        if self._listens and used > self._most_open:
+            change: Callable[[str], object] = self._server.unbind
+            self._listens = False
+        elif not self._listens and used < self._most_open * 3 // 4:
+            change = self._server.bind
+            self._listens = True
+        else:
+            return
+        for each in self._bound:
+            with contextlib.suppress(zmq.ZMQError):  # the address has gone
+                change(each)
 
     def _authenticate(self) -> None:
         """ZAP (ZeroMQ's RFC 27): accept only peers with the client's key."""

@@ -52,6 +52,10 @@ class Results:
         self._fetches.pop(result.worker, None)
         if value is None:
             done(Outcome(result.error or "an error without a message", result.traceback))
+        elif (
+            result.job in ("", "..") or Path(result.job).name != result.job
+        ):  # the name of a folder: it must not lead elsewhere
+            done(Outcome(f"{self._what} of {result.worker} belongs to no job: {result.job[:80]!r}"))
         elif value.data:
             done(Outcome(value=value))
         elif value.path:

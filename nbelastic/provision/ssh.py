@@ -13,10 +13,12 @@ from contextlib import suppress
 
 from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
 from nbelastic.protocol.ids import HostSpec
+from nbelastic.system.terminal_text import remove_controls
 
 CONNECT_TIMEOUT = 10  # seconds
 SSH_FAILED = 255  # ssh's exit code for its own errors, as opposed to the command's
 NO_PYTHON = 127
+MOST_SHOWN = 300  # characters of a host's own words in a reason
 OPTIONS = (
     "-Tax",  # no terminal, no forwarding of the agent or of X11
     "-oBatchMode=yes",  # fail instead of asking for a password
@@ -49,7 +51,9 @@ def command(spec: HostSpec, python: str | None, code: str = TUNNELLED_AGENT) -> 
 def explain_exit(spec: HostSpec, code: int | None, output: str, python: str | None) -> str:
     """Why the agent ended and what to do, in one line. `output`: the last lines of ssh and the agent."""
     target = f"{spec.user}@{spec.name}" if spec.user else spec.name
+    output = remove_controls(output)
     last = output.strip().splitlines()[-1].strip() if output.strip() else "no message"
+    last = last if len(last) <= MOST_SHOWN else f"…{last[-MOST_SHOWN:]}"
     if code == SSH_FAILED:
         return _explain_ssh_error(target, output, last)
     if code == CONNECTION_LOST:

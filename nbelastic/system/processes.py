@@ -63,9 +63,13 @@ def disown(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_output(log: Path, begin: int = 0) -> str:
-    """The last `OUTPUT` bytes of a file after its first `begin` bytes; empty if the file is missing."""
+    """The last `OUTPUT` bytes of a file after its first `begin` bytes; empty if the file is missing.
+
+    A file that is shorter has begun anew.
+    """
     with suppress(OSError), open(log, "rb") as file:
-        file.seek(max(begin, os.fstat(file.fileno()).st_size - OUTPUT))
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(begin if begin <= size else 0, size - OUTPUT))
         return file.read().decode(errors="replace")
     return ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,11 @@ PING = 2.0  # seconds between two questions whether the host still answers
 SILENCE = 8.0  # seconds without an answer after which the ssh connection counts as broken
 ATTACH_TIMEOUT = 30.0  # seconds in which a further ssh connection reaches the agent
 EXIT_TIMEOUT = 2.0  # seconds in which ssh ends, and in which an agent that must end has done so
+MOST_LOGGED = 1 << 24  # bytes of the agent's log; then it begins anew
+CHUNK = 1 << 16  # bytes of what ssh prints that are read at once: as many as a pipe holds
+ORPHAN_TIMEOUT = (
+    60.0  # seconds for which ssh goes on without this process, to send the end to a host that has not answered
+)
 
 
 class _DriverEnd:
@@ -60,7 +66,8 @@ class _DriverEnd:
         self._forwarder.detach()
         if self._end_by is None or self._exit is not None:
             self._wait_for_ssh()
-        # else the host has not answered: ssh sends it the end once the network allows that, or gives up after a minute
+        elif self._ssh.poll() is None:  # the host has not answered: ssh sends it the end once the network allows that
+            self._kill_ssh_later()
         if self._lease.has_expired(time.monotonic()):  # other processes of the cluster on this machine may be dead
             from nbelastic.protocol.local_clusters import remove_without_driver  # only needed here
 
@@ -70,32 +77,65 @@ class _DriverEnd:
     def _start_ssh(self) -> None:
         # In a session of its own ssh outlives this process, and reports the end of its input to the host.
         self._ssh = ssh = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
         )
         assert ssh.stdin is not None
         assert ssh.stdout is not None
+        assert ssh.stderr is not None
+        self._errors = ssh.stderr.fileno()
+        os.set_blocking(self._errors, False)
+        self._forwarder.watch(self._errors, self._take_errors)
         with ssh.stdin, ssh.stdout:
             self._forwarder.attach(os.dup(ssh.stdout.fileno()), os.dup(ssh.stdin.fileno()), self._config)
 
     def _wait_for_ssh(self) -> int:
         """Wait for the end of ssh, which has no streams any more; kill it if that takes too long. Return its exit code."""
         try:
-            return self._ssh.wait(EXIT_TIMEOUT)
+            code = self._ssh.wait(EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._ssh.kill()
-            return self._ssh.wait()
+            code = self._ssh.wait()
+        self._take_errors()
+        return code
+
+    def _kill_ssh_later(self) -> None:
+        """Leave a process that kills ssh after ORPHAN_TIMEOUT: a program that hangs on the host would keep it."""
+        pidfd = os.pidfd_open(self._ssh.pid)
+        if os.fork() == 0:
+            os.setsid()
+            os.close(self._errors)
+            _leave_output()
+            if not select.select([pidfd], [], [], ORPHAN_TIMEOUT)[0]:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os._exit(0)
+        os.close(pidfd)
 
     def _print_noise(self) -> None:
-        noise = self._forwarder.take_noise().decode(errors="replace").strip()
+        noise = self._forwarder.take_noise().strip()
         if noise:
-            print(noise, flush=True)
+            _print(noise + b"\n")
+
+    def _take_errors(self) -> None:
+        """Print what ssh and the host's programs have written to their standard error output."""
+        try:
+            text = os.read(self._errors, CHUNK)
+        except BlockingIOError:
+            return
+        if text:
+            _print(text)
+        else:
+            self._forwarder.unwatch(self._errors)
 
     def _on_frame(self, frame: Frame) -> None:
         self._print_noise()
         match frame.kind:
             case Kind.OUTPUT:
-                sys.stdout.buffer.write(frame.payload)
-                sys.stdout.buffer.flush()
+                _print(frame.payload)
             case Kind.EXIT:
                 self._exit = number(frame)
                 self._end_by = time.monotonic() + EXIT_TIMEOUT
@@ -104,7 +144,7 @@ class _DriverEnd:
         code = self._wait_for_ssh()
         self._print_noise()
         if reason:
-            print(f"nbelastic: the tunnel has ended: {reason}", flush=True)
+            _print(f"nbelastic: the tunnel has ended: {reason}\n".encode())
         if self._exit is not None or self._end_by is not None:
             self._code = self._exit or 0
         else:
@@ -140,7 +180,7 @@ class _DriverEnd:
     def _check_connection(self, now: float) -> None:
         self._print_noise()
         if self._attaches and not self._noted:
-            print("nbelastic: the agent is reached again", flush=True)
+            _print(b"nbelastic: the agent is reached again\n")
         self._noted = True
         received = self._forwarder.received
         if received != self._heard[0]:
@@ -156,6 +196,21 @@ class _DriverEnd:
         self._ssh.kill()
         self._forwarder.detach()
         self._on_lost(why)
+
+
+def _print(text: bytes) -> None:
+    """Add to the agent's log. A host that prints without end must not fill the disk: a long log begins anew."""
+    if os.fstat(1).st_size > MOST_LOGGED:
+        os.ftruncate(1, 0)  # the descriptor appends
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
+
+
+def _leave_output() -> None:
+    """Keep no descriptor of the agent's log."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
 
 
 def main() -> None:

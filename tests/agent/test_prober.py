@@ -276,3 +276,21 @@ def test_a_port_that_is_taken_on_one_address_is_not_used(monkeypatch):
         assert one.port not in [other.getsockname()[1] for other in taken]
     for other in taken:
         other.close()
+
+
+def test_strangers_cannot_use_up_the_descriptors(monkeypatch):
+    """An agent needs descriptors for more than its prober. With many connections this one listens no more, and then again."""
+    monkeypatch.setattr(prober, "MOST_OPEN", len(os.listdir("/proc/self/fd")) + 200)
+    with running("gpu1") as one, running("gpu2") as two:
+        held = []
+
+        def hold_many():
+            for _ in range(1000):
+                held.append(socket.create_connection(("127.0.0.1", two.port)))
+                time.sleep(0.002)
+
+        with pytest.raises(ConnectionRefusedError):
+            hold_many()
+        for each in held:
+            each.close()
+        until(lambda: ask(one, "gpu2", two.endpoints, 1.0)[0] == ("127.0.0.1",), 20, "the prober to listen again")

@@ -91,6 +91,19 @@ def test_a_file_elsewhere_is_not_opened(receiver, tmp_path, path):
     assert outcome.error.startswith("the result of a/0#1 is outside the folder for results: ")
 
 
+@pytest.mark.parametrize("job", ["{elsewhere}", "../elsewhere", "job-1/../../elsewhere", "..", ".", ""])
+def test_a_value_is_not_written_elsewhere(tmp_path, job):
+    """A worker that names a folder instead of its job cannot make the driver write a file there."""
+    (tmp_path / "results" / "job-1").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    receiver, value = Receiver(tmp_path / "results"), messages.Blob(len(LONG))
+    receiver.receive_value(value, job=job.format(elsewhere=tmp_path / "elsewhere"))
+    receiver.receive_requested_pieces()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    (outcome,) = receiver.outcomes
+    assert outcome.error.startswith("the result of a/0#1 belongs to no job: ")
+
+
 def test_a_value_of_another_machine_is_fetched(receiver):
     """A value on another machine is fetched in several pieces at a time, and a repeated piece counts once."""
     receiver.receive_value(messages.Blob(len(LONG)))

@@ -51,6 +51,15 @@ def test_python3_is_used_if_the_notebook_s_python_is_missing(tmp_path, monkeypat
     assert run_in_shell(ssh.command(GPU, None)[-1], PATH=str(tmp_path)).stdout == "python3 of the PATH\n"
 
 
+def test_a_host_s_words_are_short_and_change_no_terminal():
+    """What a host has printed last is shown without control characters, and only the end of a long line."""
+    text = ssh.explain_exit(GPU, 3, "\x1b]0;title\x07\x1b[2J" + "a" * 4000 + " no space\r\n", None)
+    assert text.startswith("its agent ended with exit code 3: …aaa")
+    assert text.endswith("a no space")
+    assert text.isprintable()
+    assert len(text) < 400
+
+
 def test_a_missing_python_is_reported(tmp_path):
     """A host without the chosen Python is reported with advice."""
     done = run_in_shell(ssh.command(GPU, "no-such-python")[-1], PATH=str(tmp_path))

@@ -81,7 +81,7 @@ class Machines:
             str(self.folder / "ports"),
             json.dumps([str(self.folder / "c.lock"), 60, "", "1"]),
         )
-        log = open(self.folder / f"log-{len(self.tunnels)}", "wb")  # noqa: SIM115
+        log = open(self.folder / f"log-{len(self.tunnels)}", "ab")  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         tunnel = subprocess.Popen(
             [sys.executable, "-c", ssh.TUNNEL, *arguments],
@@ -274,6 +274,43 @@ def test_a_host_whose_program_fails_is_reported_with_its_exit_code(machines):
     tunnel = machines.open(before="import sys; print('This account is not available'); sys.exit(127)")
     assert tunnel.wait(20) == 127
     assert machines.log() == "This account is not available\n"
+
+
+PRINTS = """
+import os, sys
+from nbelastic.tunnel.frames import *
+def write(text):
+    data = memoryview(text if {fd} == 2 else encode(Frame(Kind.OUTPUT, 0, text)))
+    while data:
+        data = data[os.write({fd}, data):]
+os.write(1, PREAMBLE)
+for _ in range(1000):
+    write(b"x" * 65535 + b"\\n")
+write(b"the end\\n")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("fd", [1, 2], ids=["as frames", "as errors"])
+def test_a_host_that_prints_without_end_does_not_fill_the_disk(machines, fd):
+    """The log on the driver's machine begins anew when it is long. It ends with what the host has printed last."""
+    tunnel = machines.open(before=PRINTS.format(fd=fd))
+    assert tunnel.wait(60) == CONNECTION_LOST
+    assert (machines.folder / "log-0").stat().st_size < 20_000_000  # of 65 MB
+    assert machines.log().endswith("\nthe end\n")
+
+
+def test_ssh_to_a_host_that_hangs_is_killed(machines, monkeypatch):
+    """A login that hangs does not see the end of its input. The tunnel ends without it, and ssh some time later."""
+    code = "from nbelastic.tunnel import driver_end; driver_end.ORPHAN_TIMEOUT = 0.5; driver_end.main()"
+    monkeypatch.setattr(ssh, "TUNNEL", code)
+    tunnel = machines.open(before="import time; time.sleep(1000)")
+    client = machines.ssh_of(tunnel)
+    (there,) = until(psutil.Process(client).children, 20, "the program on the host")
+    tunnel.terminate()
+    assert tunnel.wait(20) == 0
+    until(lambda: not alive(client), 10, "ssh to end")
+    there.kill()
 
 
 def test_a_stopped_host_is_given_up_after_some_seconds(machines, monkeypatch):
