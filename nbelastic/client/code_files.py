@@ -15,14 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from nbelastic.client.git_ignores import GitIgnores
+from nbelastic.client.git_ignores import SETTLED, ignores_of
 from nbelastic.client.imported_names import names_in_text
 from nbelastic.protocol.code_messages import MAX_FILES, MAX_SIZE, Code, CodeFile
 
 PYTHON = (".py", ".pyi", ".so")
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 NOT_OURS = {"__main__", "__mp_main__", "nbelastic", "torch", "ipykernel_launcher"}
-SETTLED = 2_000_000_000  # ns; a file that has changed since may change once more within the resolution of its time
 
 
 class Found(NamedTuple):
@@ -94,7 +93,7 @@ class CodeFiles:
 class _Search:
     def __init__(self, roots: Sequence[Path], *, python_only: bool) -> None:
         self._roots, self._python_only = roots, python_only
-        self._ignores = {root: GitIgnores(root) for root in roots}
+        self._ignores = {root: ignores_of(root) for root in roots}
         self._prefixes = tuple({Path(os.path.realpath(each)) for each in (sys.prefix, sys.base_prefix)})
         searched = (Path(os.path.realpath(each)) for each in sys.path if isinstance(each, str))
         self._folders = list(dict.fromkeys([*filter(self._is_ours, searched), *roots]))  # in Python's order

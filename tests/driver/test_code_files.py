@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nbelastic as nbe
-from nbelastic.client import code_files, code_sync
+from nbelastic.client import code_files, code_sync, git_ignores
 from nbelastic.client.code_files import CodeFiles
 from nbelastic.client.code_sync import CodeSync
 from nbelastic.client.git_ignores import GitIgnores
@@ -311,3 +311,28 @@ program = outer(3)
     exec(source, namespace)
     assert names_in_function(partial(print, namespace["program"])) == {"nbe_one", "nbe_two", "nbe_three"}
     assert names_in_function(os.path.join) == set()
+
+
+def test_what_gitignore_says_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
+    """A search uses what the last one has found out, but not after a change: of a file, or by a new one in a folder."""
+    monkeypatch.setattr(git_ignores, "SETTLED", 0)
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text("*.log\n")
+
+    def excluded():
+        found = git_ignores.ignores_of(tmp_path)
+        return [
+            name
+            for name in ("a.log", "b.bin", "c.txt")
+            if found.excludes(tmp_path / "package" / "inner" / name, is_folder=False)
+        ]
+
+    assert excluded() == ["a.log"]
+    first = git_ignores.ignores_of(tmp_path)
+    assert git_ignores.ignores_of(tmp_path) is first
+    (tmp_path / ".gitignore").write_text("*.log\n*.bin\n")
+    assert excluded() == ["a.log", "b.bin"]
+    (tmp_path / "package" / ".gitignore").write_text("*.txt\n")
+    assert excluded() == ["a.log", "b.bin", "c.txt"]
+    (tmp_path / ".gitignore").unlink()
+    assert excluded() == ["c.txt"]
