@@ -15,7 +15,7 @@ _known: dict[Path, GitIgnores] = {}  # of all searches of this process
 
 
 def ignores_of(folder: Path) -> GitIgnores:
-    """Those of the last search, with what it has found out, unless a file that counts has changed."""
+    """The result of the last search, with what it has found out, unless a file that counts has changed."""
     new, known = GitIgnores(folder), _known.get(folder)
     if known is not None and known.top == new.top and known.is_current():
         return known
