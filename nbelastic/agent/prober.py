@@ -82,7 +82,7 @@ class Prober:
         self._closing = False
         self._most_open = min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._bound: tuple[str, ...] = ()  # as ZeroMQ names the endpoints
-        self._listens = True
+        self._closed_endpoints: tuple[str, ...] = ()  # at which it does not listen now
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="nbelastic-prober", daemon=True)
         self.addresses: tuple[str, ...] = ()
@@ -209,17 +209,21 @@ class Prober:
             used = len(os.listdir("/proc/self/fd"))
         except OSError:  # none is left
             used = self._most_open + 1
-        if self._listens and used > self._most_open:
-            change: Callable[[str], object] = self._server.unbind
-            self._listens = False
-        elif not self._listens and used < self._most_open * 3 // 4:
-            change = self._server.bind
-            self._listens = True
-        else:
-            return
-        for each in self._bound:
-            with contextlib.suppress(zmq.ZMQError):  # the address has gone
-                change(each)
+        if self._closed_endpoints:
+            if used < self._most_open * 3 // 4:
+                self._closed_endpoints = tuple(
+                    each for each in self._closed_endpoints if not self._change(each, zmq.Socket.bind)
+                )
+        elif used > self._most_open:
+            self._closed_endpoints = tuple(each for each in self._bound if self._change(each, zmq.Socket.unbind))
+
+    def _change(self, endpoint: str, change: Callable[[zmq.Socket[bytes], str], object]) -> bool:
+        """Bind or unbind. Returns False if that is impossible now: the address has gone, or its port is in use."""
+        try:
+            change(self._server, endpoint)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _authenticate(self) -> None:
         """ZAP (ZeroMQ's RFC 27): accept only peers with the client's key."""

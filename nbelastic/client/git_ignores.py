@@ -8,6 +8,7 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 FILE = ".gitignore"
+MOST = 100_000  # paths that are remembered
 SETTLED = 2_000_000_000  # ns; a file that has changed since may change once more within the resolution of its time
 
 Key = tuple[int, ...] | None  # of a file as it was read; None: there was none
@@ -32,13 +33,17 @@ class GitIgnores:
     def __init__(self, folder: Path) -> None:
         self.top = next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
         self._specs: dict[Path, GitIgnoreSpec | None] = {}
-        self._found: dict[tuple[str, ...], bool] = {}
+        self._found: dict[tuple[tuple[str, ...], bool], bool] = {}
         self._keys: dict[Path, Key] = {}
         self._is_settled = True
 
     def is_current(self) -> bool:
-        """Whether all files are as they were read."""
-        return self._is_settled and all(_key(file) == key for file, key in self._keys.items())
+        """Whether all files are as they were read, and what is remembered is not too much."""
+        return (
+            self._is_settled
+            and len(self._found) < MOST
+            and all(_key(file) == key for file, key in list(self._keys.items()))
+        )
 
     def excludes(self, path: Path, *, is_folder: bool) -> bool:
         """Whether git would ignore this file or folder, because of itself or of a folder around it."""
@@ -50,10 +55,11 @@ class GitIgnores:
     def _excludes(self, parts: tuple[str, ...], *, is_folder: bool) -> bool:
         if not parts:
             return False
-        if parts not in self._found:
+        place = parts, is_folder
+        if place not in self._found:
             around = self._excludes(parts[:-1], is_folder=True)
-            self._found[parts] = around or self._matches(parts, is_folder=is_folder)
-        return self._found[parts]
+            self._found[place] = around or self._matches(parts, is_folder=is_folder)
+        return self._found[place]
 
     def _matches(self, parts: tuple[str, ...], *, is_folder: bool) -> bool:
         """Whether a pattern for this path itself excludes it. That of the nearest folder counts."""

@@ -1,6 +1,6 @@
-"""Hosts whose connection to the driver has ended while their agents run on, as over ssh.
+"""Hosts whose connection to the driver has ended while their agents may run on, as over ssh.
 
-Their workers train on. But they receive no order, so such a host is lost as soon as the training breaks. A change that has begun
+Their workers then train on. But they receive no order, so such a host is lost as soon as the training breaks. A change that has begun
 waits for it for some seconds, and a change that is only planned for a minute.
 """
 
@@ -19,7 +19,7 @@ from nbelastic.protocol.connection_events import EnvironmentReported, HostDiscon
 
 BLIP = 3.0  # seconds in which a host that is only just needed may be reached again
 NEWS = "; nbelastic opens another one"
-REDIALS = "; the host opens another one"
+REDIALS = "; it opens another one if it lives"
 
 
 def changed(
@@ -44,7 +44,7 @@ def _disconnected(cluster: ClusterState, event: HostDisconnected, now: float, ou
     if not host.is_up:
         return losses.exclude_host(cluster, name, reason, now, out, kind="host-lost")
     if name not in cluster.disconnected:
-        text = f"{name}: {reason}{news}, and its workers go on"
+        text = f"{name}: {reason}{news}" + ("" if event.redials else ", and its workers go on")
         out.append(cmd.Record("host-disconnected", text, host=name))
     since = cluster.disconnected[name].since if name in cluster.disconnected else now
     cluster = with_host(cluster, replace(host, reason=f"{reason}{news}"))
@@ -80,7 +80,7 @@ def _patience(cluster: ClusterState) -> float:
     """Seconds for which the job can do without the connection to a host."""
     script = cluster.active_script
     if script is not None:
-        return 0.0 if any(map(script.assigns, cluster.disconnected)) and script.failures else NEVER
+        return BLIP if any(map(script.assigns, cluster.disconnected)) and script.failures else NEVER
     if cluster.active is None or cluster.stands_still:
         return NEVER
     reconnect = cluster.limits.timeouts.reconnect

@@ -156,9 +156,14 @@ class Agents:
             if states or shown:  # also unchanged ones: the reasons say for how long they have waited
                 self._changed()
             agents = {host: handle.agent for host, handle in self._handles.items()}
-            jobs = {host: agent.slurm_job for host, agent in agents.items() if isinstance(agent, BatchJobAgent)}
-            for event in (*announced_ends(agents), *await nodes.announced_ends(jobs)):
+            for event in announced_ends(agents):
                 self._post(event)
+            replaced = {host: agent for host, agent in agents.items() if self.replaces(host)}
+            jobs = {host: agent.slurm_job for host, agent in replaced.items() if isinstance(agent, BatchJobAgent)}
+            for event in await nodes.announced_ends(jobs):
+                handle = self._handles.get(event.name)
+                if handle is not None and handle.agent is agents[event.name]:
+                    self._post(event)
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
 
     async def watch_tcp_proxies(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -280,9 +281,10 @@ class Scripts:
         group = self._cluster().active_script
         if group is None or not group.failures:
             return
-        since = self._clock.now() - max(at for _, _, at in group.failures) - self._settings.heartbeat
+        age = self._clock.now() - max(at for _, _, at in group.failures)
+        since = time.monotonic() - age + self._settings.heartbeat
         hosts = (assignment.host for assignment in group.assignments)
-        heard = tuple(host for host in hosts if self._silence_of(self._peer(host)) < since)
+        heard = tuple(host for host in hosts if self._server.heard_at.get(self._peer(host), 0.0) > since)
         if heard != group.heard:
             self._decide(sev.NodesHeard(heard))
 

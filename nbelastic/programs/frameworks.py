@@ -155,7 +155,7 @@ class Watch(importlib.abc.MetaPathFinder):
 def _is_bar_shown() -> bool:
     """Whether a progress bar leaves its line unfinished."""
     tqdm = sys.modules.get("tqdm")
-    return tqdm is not None and bool(getattr(tqdm.tqdm, "_instances", None))
+    return bool(getattr(getattr(tqdm, "tqdm", None), "_instances", None))
 
 
 def _compare(made: Any, size: int) -> None:

@@ -107,12 +107,14 @@ class _DriverEnd:
         """Leave a process that kills ssh after ORPHAN_TIMEOUT: a program that hangs on the host would keep it."""
         pidfd = os.pidfd_open(self._ssh.pid)
         if os.fork() == 0:
-            os.setsid()
-            os.close(self._errors)
-            _leave_output()
-            if not select.select([pidfd], [], [], ORPHAN_TIMEOUT)[0]:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            os._exit(0)
+            try:
+                os.setsid()
+                os.close(self._errors)
+                _leave_output()
+                if not select.select([pidfd], [], [], ORPHAN_TIMEOUT)[0]:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os._exit(0)
         os.close(pidfd)
 
     def _print_noise(self) -> None:

@@ -28,10 +28,16 @@ def listen(folder: Path) -> socket.socket:
     return listener
 
 
-def report(folder: Path, name: bytes) -> None:
-    """The tunnel with this name has ended. Without a driver, or with one that is stopped, nothing happens."""
-    with suppress(OSError), connect_in(folder, SOCKET, socket.SOCK_DGRAM) as connection:
-        connection.send(name, socket.MSG_DONTWAIT)
+def report(folder: Path, name: bytes) -> bool:
+    """The tunnel with this name has ended. Returns False if the driver has to read earlier reports first. There may be none."""
+    try:
+        with connect_in(folder, SOCKET, socket.SOCK_DGRAM) as connection:
+            connection.send(name, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def read(listener: socket.socket) -> tuple[str, int] | None:

@@ -40,6 +40,8 @@ BUFFER = 1 << 13  # bytes that are read ahead of a terminal
 IDLE = 60.0  # seconds after which a tunnel without channels is closed: a host's agent always has one
 ACCEPT_PAUSE = 1.0  # seconds until the next try if this process has too many descriptors
 CHUNK = 1 << 16  # bytes
+REDIAL = 1.0  # seconds in which a host that lives has usually opened another tunnel; until then no end is reported
+REPORT_PAUSE, REPORT_TRIES = 0.1, 100  # seconds between two tries to report the end of a tunnel
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
 
 
@@ -164,7 +166,12 @@ class _Proxy:
             peer.tunnels.discard(tunnel)
             if self._newest.get(name) is tunnel:
                 del self._newest[name]
-                ended_tunnels.report(self._ports.parent, name)
+                loop.call_later(REDIAL, self._report_end, name)
+
+    def _report_end(self, name: bytes, tries: int = REPORT_TRIES) -> None:
+        """Report the end of a tunnel, unless its host has opened another one."""
+        if name not in self._newest and not ended_tunnels.report(self._ports.parent, name) and tries:
+            asyncio.get_running_loop().call_later(REPORT_PAUSE, self._report_end, name, tries - 1)
 
     def _connect(self, peer: _Peer, address: str, port: int) -> socket.socket | None:
         if peer.channels >= self._most_channels:

@@ -6,6 +6,7 @@ import pytest
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
+from nbelastic.core.connections import BLIP
 from nbelastic.core.reasons import Reason
 from nbelastic.core.state import is_same
 from nbelastic.core.step import deadline
@@ -304,7 +305,7 @@ def test_a_host_that_cannot_be_reached_explains_a_failure(fails_first):
     for event in (failed, lost) if fails_first else (lost, failed):
         assert story.assignments == {"a": 1, "b": 1}
         story.send(event)
-    story.answer().nodes_answer()
+    story.wait(BLIP).answer().nodes_answer()
     assert story.assignments == {"a": 1}
     assert story.cluster.script.restarts == 0
     assert story.records("world-broken") == ["host b was lost"]
