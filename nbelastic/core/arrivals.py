@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import nsmallest
+from itertools import islice
 
 from nbelastic.core.reasons import MOST, Missing
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState
@@ -29,7 +29,7 @@ def worker_deadline(cluster: ClusterState, w: WorkerId) -> float:
 
 def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
     """The first workers, hosts and slots that the cluster waits for."""
-    found = [_awaited(cluster.workers[w]) for w in nsmallest(MOST, cluster.starting)]
+    found = [_awaited(cluster.workers[w]) for w in islice(cluster.starting, MOST)]
     for name, host in cluster.hosts.items():
         if len(found) >= MOST:
             break
@@ -48,7 +48,7 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
     job = cluster.active.name if cluster.active else ""
     if cluster.linger_until and any(worker.job not in ("", job) for worker in cluster.workers.values()):
         found.append(Missing("programs"))
-    found += [Missing("failed", str(w), cluster.workers[w].reason) for w in nsmallest(1, cluster.failed)]
+    found += [Missing("failed", str(w), cluster.workers[w].reason) for w in islice(cluster.failed, 1)]
     return tuple(found[:MOST])
 
 

@@ -48,15 +48,16 @@ def host_backoff(cluster: ClusterState, host: Host, now: float) -> tuple[int, fl
 
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:
     """Leave newcomers out for a while, so that workers that can form a group do not wait for them."""
-    workers, held = dict(cluster.workers), dict(cluster.held_back)
+    workers, held = {}, dict(cluster.held_back)
     for w in ids:
-        failures = workers[w].failures + 1
+        worker = cluster.workers[w]
+        failures = worker.failures + 1
         wait = max(AGENT_RETRY, backoff_seconds(cluster, failures))
         text = f"{w} is left out: {why}; tried again in {wait:g} s"
         out.append(cmd.Record("newcomer-held", text, host=w.host, worker=str(w), generation=cluster.generation))
-        workers[w] = replace(workers[w], failures=failures, reason=f"left out: {why}")
+        workers[w] = replace(worker, failures=failures, reason=f"left out: {why}")
         held[w] = now + wait
-    return replace(cluster, workers=workers, held_back=held)
+    return replace(cluster, workers=cluster.workers | workers, held_back=held)
 
 
 def release_held(cluster: ClusterState, now: float) -> ClusterState:

@@ -22,6 +22,7 @@ from nbelastic.core import (
 )
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.core.state import ClusterState
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
@@ -98,7 +99,7 @@ def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) ->
 def _kill_lingering(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Kill programs that have not stopped in time: first those that hold no training state, at `linger_last` all."""
     job, timeouts = cluster.active, cluster.limits.timeouts
-    name, stragglers = (job.name, job.asked_to_stop) if job else ("", frozenset())
+    name, stragglers = (job.name, job.asked_to_stop) if job else ("", EMPTY)
     asked = [w for w, worker in cluster.workers.items() if worker.job and (worker.job != name or w in stragglers)]
     is_last = now >= cluster.linger_last
     overdue = [w for w in asked if is_last or not cluster.workers[w].has_state]
@@ -111,10 +112,11 @@ def _kill_lingering(cluster: ClusterState, now: float, out: Commands) -> Cluster
     return provisioning.stop_workers(cluster, overdue, out, kill=True)
 
 
-def set_stop_deadlines(cluster: ClusterState, now: float) -> ClusterState:
+def set_stop_deadlines(before: ClusterState, cluster: ClusterState, now: float) -> ClusterState:
     """Give each worker that was asked to end a deadline. While the cluster stops, only its agent has one."""
-    asked = frozenset[WorkerId]() if cluster.stopping else cluster.stopped
-    if cluster.end_deadlines.keys() == asked:
+    asked: PersistentSet[WorkerId] = EMPTY if cluster.stopping else cluster.stopped
+    is_same = cluster.stopped is before.stopped and len(cluster.end_deadlines) == len(asked)
+    if is_same or cluster.end_deadlines.keys() == asked:
         return cluster
     end = now + cluster.limits.timeouts.end
     return replace(cluster, end_deadlines={w: cluster.end_deadlines.get(w, end) for w in sorted(asked)})

@@ -10,6 +10,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, provisioning
 from nbelastic.core.commands import Commands
 from nbelastic.core.halt import Halt
+from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState, with_members, with_worker, without
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol.ids import WorkerId
@@ -17,7 +18,7 @@ from nbelastic.protocol.ids import WorkerId
 
 def demote(cluster: ClusterState, ids: Iterable[WorkerId], now: float) -> ClusterState:
     """Make newcomers of survivors that the next generation leaves out. Until they have left, they count as starting."""
-    demoted = frozenset(ids)
+    demoted = PersistentSet(ids)
     cluster = replace(cluster, workers=cluster.workers | {w: replace(cluster.workers[w], since=now) for w in demoted})
     cluster = with_members(cluster, tuple(w for w in cluster.members if w not in demoted))
     return provisioning.expect_workers(without(cluster, demoted, "awaiting", "leaving"), demoted)
@@ -30,7 +31,7 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
         return finish_after_success(cluster, job, why, now, out)
     resets = cluster.resets + 1
     limit = cluster.limits.reset_limit
-    cluster = replace(cluster, resets=resets, suspects=frozenset())
+    cluster = replace(cluster, resets=resets, suspects=EMPTY)
     if limit is not None and resets > limit:
         return jobs.end(cluster, "failed", f"{resets} resets exceed reset_limit={limit}; the last: {why}", now, out)
     cluster = adopt_entered(cluster)
@@ -38,7 +39,7 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     survivors = cluster.awaiting if some_left else cluster.member_set
     out.append(cmd.Record("world-broken", why, generation=cluster.generation))
     cluster = jobs.abort_generation(cluster, why, out)
-    cluster = replace(cluster, stage=Stage.GATHERING, awaiting=survivors, acknowledged_commits=(), broken_at=now)
+    cluster = replace(cluster, stage=Stage.GATHERING, awaiting=survivors, highest_acknowledged=0, broken_at=now)
     return leave_halt(cluster)
 
 
@@ -48,7 +49,7 @@ def adopt_entered(cluster: ClusterState) -> ClusterState:
     if not entered:
         return cluster
     cluster = with_members(without(cluster, entered, "newcomers"), (*cluster.members, *sorted(entered)))
-    return replace(cluster, awaiting=cluster.awaiting | entered)
+    return replace(cluster, awaiting=cluster.awaiting | sorted(entered))
 
 
 def ask_for_commits(cluster: ClusterState, out: Commands) -> ClusterState:
@@ -56,7 +57,7 @@ def ask_for_commits(cluster: ClusterState, out: Commands) -> ClusterState:
     number = cluster.ask_number + 1
     out.append(cmd.AskLeave(cluster.generation, cluster.members, number))
     cluster = replace(cluster, stage=Stage.ASKED, awaiting=cluster.member_set)
-    return replace(cluster, ask_number=number, acknowledged_commits=())
+    return replace(cluster, ask_number=number, highest_acknowledged=0)
 
 
 def leave_halt(cluster: ClusterState) -> ClusterState:
@@ -76,20 +77,20 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
         workers = tuple(w for w in prepared.members if w in cluster.workers and w not in cluster.stopped)
         if workers:
             out.append(cmd.DropWorld(prepared.generation, workers))
-        cluster = replace(cluster, next_formation=None, entered_next=frozenset())
+        cluster = replace(cluster, next_formation=None, entered_next=EMPTY)
         if stage is Stage.LEAVING:  # their earlier reports are stale: they may have trained there, or used a store
-            awaited = cluster.awaiting | cluster.member_set.intersection(prepared.members)
+            awaited = cluster.awaiting | (cluster.member_set & prepared.members)
             cluster = replace(cluster, cancelled_formation=prepared, awaiting=awaited)
     if stage in (Stage.ASKED, Stage.HALTED) and cluster.members:
         out.append(cmd.CancelLeave(cluster.generation, cluster.members))
     if stage in (Stage.ASKED, Stage.HALTED, Stage.PREPARING):
-        cluster = replace(cluster, stage=Stage.RUNNING, awaiting=frozenset(), acknowledged_commits=())
+        cluster = replace(cluster, stage=Stage.RUNNING, awaiting=EMPTY, highest_acknowledged=0)
     return leave_halt(cluster)
 
 
 def finish_after_success(cluster: ClusterState, job: Job, why: str, now: float, out: Commands) -> ClusterState:
     """End the job after a break: a rank has finished, so nothing is repeated, and the other members stop."""
-    cluster = replace(cluster, suspects=frozenset())
+    cluster = replace(cluster, suspects=EMPTY)
     stragglers = tuple(w for w in cluster.members if w not in job.succeeded and w not in job.asked_to_stop)
     return jobs.finish(
         _stop_stragglers(cluster, stragglers, f"{why} after other ranks had finished", now, out), now, out
@@ -103,7 +104,7 @@ def _stop_stragglers(
     if job is None or not stragglers:
         return cluster
     out.append(cmd.StopProgram(job.name, stragglers, why))
-    return jobs.linger(replace(cluster, job=replace(job, asked_to_stop=job.asked_to_stop.union(stragglers))), now)
+    return jobs.linger(replace(cluster, job=replace(job, asked_to_stop=job.asked_to_stop | stragglers)), now)
 
 
 def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
@@ -129,7 +130,7 @@ def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Comman
                 cancel_next(cluster, out), outside, f"left for a change as {w} finished", now, out
             )
             out.append(cmd.CancelLeave(cluster.generation, inside))
-            return replace(cluster, stage=Stage.RUNNING, awaiting=frozenset())
+            return replace(cluster, stage=Stage.RUNNING, awaiting=EMPTY)
     return cluster
 
 

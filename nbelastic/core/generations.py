@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from nbelastic.core import arrivals, gpus, jobs, provisioning, stores
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.core.ranks import rank_order
 from nbelastic.core.reasons import Reason, missing_in_words
 from nbelastic.core.state import (
@@ -59,10 +60,9 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
         return with_reason(cluster, Reason("not-formed", generation=cluster.generation), cluster.partition_check.until)
     ready = len(cluster.members) + len(cluster.newcomers)
     if ready < limits.min:
-        coming = sum(cluster.workers[w].registered for w in cluster.starting)
+        coming = len(cluster.starting) - len(cluster.unregistered)
         return _too_few(cluster, Reason("too-few", ready, limits.min), now, coming=ready + coming >= limits.min)
-    members = next_members(cluster)
-    if cluster.kept_state is not None and not any(cluster.workers[w].has_state for w in members):
+    if cluster.kept_state is not None and not any(cluster.workers[w].has_state for w in next_members(cluster)):
         host, reader = keeper(cluster), cluster.kept_state.reader
         coming = reader in cluster.newcomers | cluster.member_set or any(
             w.host == host and cluster.workers[w].registered for w in cluster.starting
@@ -73,7 +73,7 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
         reason = Reason("ready", ready, missing=arrivals.missing(cluster, now))
         settled_at = cluster.settling_since + limits.timeouts.settle
         return with_reason(replace(cluster, too_few_since=None), reason, settled_at)
-    return form(cluster, members, now, out)
+    return form(cluster, next_members(cluster), now, out)
 
 
 def _too_few(cluster: ClusterState, reason: Reason, now: float, *, coming: bool) -> ClusterState:
@@ -137,7 +137,7 @@ def staying(cluster: ClusterState) -> tuple[WorkerId, ...]:
 def most_members(cluster: ClusterState) -> float:
     """How many members the next world may have: `max`, and one more if the only one hands its training state over and ends."""
     stays = staying(cluster)
-    is_alone = cluster.limits.most == len(stays) and cluster.leaving.issuperset(stays)
+    is_alone = cluster.limits.most == len(stays) and all(w in cluster.leaving for w in stays)
     return cluster.limits.most + is_alone
 
 
@@ -157,12 +157,12 @@ def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[Worker
     Without a world, all newcomers may join if `min` needs them.
     """
     readers = [w for w in cluster.newcomers if _holds_kept_state(cluster, w)]
-    free = (cluster.newcomers - cluster.held_back.keys()).union(readers)
-    failed_before = [w for w in free.difference(readers) if cluster.workers[w].failures]
+    free = (cluster.newcomers - cluster.held_back.keys()) | readers
+    failed_before = [w for w in free - readers if cluster.workers[w].failures]
     if not failed_before and not cluster.held_back:
         return free
     by_failures = sorted(failed_before, key=lambda w: (cluster.workers[w].failures, w))
-    eligible = free.difference(failed_before) or by_failures[:1]
+    eligible = free - failed_before or by_failures[:1]
     all_needed = cluster.stage is Stage.GATHERING and others + len(eligible) < cluster.limits.min
     return cluster.newcomers if all_needed else eligible
 
@@ -174,7 +174,7 @@ def _holds_kept_state(cluster: ClusterState, w: WorkerId) -> bool:
 
 def stop_leavers(cluster: ClusterState, staying: tuple[WorkerId, ...], out: Commands) -> ClusterState:
     """Stop the members that have to leave and are not `staying`."""
-    leavers = cluster.leaving.difference(staying)
+    leavers = cluster.leaving - staying
     if not leavers:
         return cluster
     cluster = without(with_members(cluster, staying), leavers, "leaving", "suspects")
@@ -202,17 +202,17 @@ def form(cluster: ClusterState, members: tuple[WorkerId, ...], now: float, out: 
     cluster = stop_leavers(cluster, staying(cluster), out)
     formation = choose_root_and_receivers(cluster.highest_generation + 1, [cluster.workers[w] for w in members])
     out.append(formation)
-    return enter(cluster, formation, frozenset())
+    return enter(cluster, formation, EMPTY)
 
 
-def enter(cluster: ClusterState, formation: cmd.FormWorld, entered: frozenset[WorkerId]) -> ClusterState:
+def enter(cluster: ClusterState, formation: cmd.FormWorld, entered: PersistentSet[WorkerId]) -> ClusterState:
     """Begin the generation of this formation. The workers in `entered` have joined it already."""
     job, members = cluster.active, formation.members
     assert job is not None
-    workers = dict(cluster.workers)
+    entering: dict[WorkerId, Worker] = {}
     for w in members:
-        old = workers[w]
-        workers[w] = replace(
+        old = cluster.workers[w]
+        entering[w] = replace(
             old,
             state=WorkerState.RUNNING,
             store="",
@@ -229,14 +229,14 @@ def enter(cluster: ClusterState, formation: cmd.FormWorld, entered: frozenset[Wo
         stage=Stage.FORMING,
         formation=formation,
         next_formation=None,
-        entered_next=frozenset(),
+        entered_next=EMPTY,
         cancelled_formation=None,
         skip_preparing=False,
         awaiting=cluster.member_set - entered,
         newcomers=waiting - cluster.member_set,
-        suspects=frozenset(),
-        hung=frozenset(),
-        workers=workers,
+        suspects=EMPTY,
+        hung=EMPTY,
+        workers=cluster.workers | entering,
         too_few_since=None,
         reason_until=NEVER,
         job=replace(job, ranks=members),

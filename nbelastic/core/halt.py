@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
@@ -25,6 +26,6 @@ class Halt(Struct, frozen=True):
     steps_to: int = 0  # commit of this generation up to which the paused training runs; 0: none
     asked: bool = False  # the members were asked for their commits in order to halt, not to leave
     commit: int = 0  # of this generation, at which the members stop
-    running: frozenset[WorkerId] = frozenset()  # members that run the first cell
+    running: PersistentSet[WorkerId] = EMPTY  # members that run the first cell
     ended: dict[WorkerId, tuple[int, str]] = {}  # who has run it: collectives that it began, a hash of what it changed
     until: float = NEVER  # when the world breaks if the cell has not ended

@@ -13,6 +13,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import generation_end, swaps
 from nbelastic.core.commands import Commands
 from nbelastic.core.halt import CommitCell, Halt
+from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.core.reasons import Reason
 from nbelastic.core.state import ClusterState, Stage, with_reason, without
 from nbelastic.protocol import events as ev
@@ -91,14 +92,14 @@ def agree(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     if not is_wanted(cluster):
         return generation_end.cancel_next(cluster, out)
     cluster = replace(cluster, postponements=0, unanswered={}, halt=replace(cluster.halt, asked=False))
-    return progress(halt_at(cluster, max(cluster.acknowledged_commits) + 1, out), now, out)
+    return progress(halt_at(cluster, cluster.highest_acknowledged + 1, out), now, out)
 
 
 def halt_at(cluster: ClusterState, commit: int, out: Commands) -> ClusterState:
     """The members stop at this commit of their generation."""
     out.append(cmd.HaltAt(cluster.generation, commit, cluster.members))
     halt = replace(cluster.halt, commit=commit)
-    return replace(cluster, stage=Stage.HALTED, awaiting=cluster.member_set, acknowledged_commits=(), halt=halt)
+    return replace(cluster, stage=Stage.HALTED, awaiting=cluster.member_set, highest_acknowledged=0, halt=halt)
 
 
 def worker_halted(cluster: ClusterState, event: ev.WorkerHalted) -> ClusterState:
@@ -157,7 +158,9 @@ def _begin_cell(cluster: ClusterState, now: float, out: Commands) -> ClusterStat
         return replace(cluster, halt=_without_cell(halt))
     everywhere = len(workers) == size
     out.append(cmd.RunCommitCell(cell.number, cluster.generation, workers, cell.limit, everywhere))
-    return replace(cluster, halt=replace(halt, running=frozenset(workers), ended={}, until=now + cell.limit + GRACE))
+    return replace(
+        cluster, halt=replace(halt, running=PersistentSet(workers), ended={}, until=now + cell.limit + GRACE)
+    )
 
 
 def cell_ended(cluster: ClusterState, event: ev.CommitCellEnded, now: float, out: Commands) -> ClusterState:
@@ -198,4 +201,4 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def _without_cell(halt: Halt) -> Halt:
-    return replace(halt, cells=halt.cells[1:], running=frozenset(), ended={}, until=NEVER)
+    return replace(halt, cells=halt.cells[1:], running=EMPTY, ended={}, until=NEVER)

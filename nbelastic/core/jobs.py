@@ -9,6 +9,7 @@ from nbelastic.core import host_lifecycle, provisioning, setup_cells
 from nbelastic.core.commands import Commands
 from nbelastic.core.halt import Halt
 from nbelastic.core.host_slots import workers_on
+from nbelastic.core.persistent import EMPTY, PersistentDict, PersistentSet
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
 from nbelastic.core.state_holders import delete_kept_state, keeper
 from nbelastic.protocol.cluster_limits import NEVER
@@ -33,7 +34,7 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
         out.append(cmd.EndJob(name, *problem, ()))
         return cluster
     out.append(cmd.Record("job-started", f"{name} was submitted"))
-    workers, starting, without_setup = dict(cluster.workers), set(cluster.starting), []
+    workers, starting, without_setup = dict(cluster.workers.items()), [*cluster.starting], []
     for w, worker in cluster.workers.items():
         if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED) and not worker.failed_cell:
             workers[w] = replace(worker, state=WorkerState.READY, failures=0, reason="")
@@ -42,14 +43,14 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
             elif not worker.job:
                 out.append(cmd.RunProgram(w, name))
                 workers[w] = replace(workers[w], job=name, has_state=False, generation=0, program=0)
-                starting.add(w)
+                starting.append(w)
     cluster = replace(
         cluster,
         job=Job(name),
         script=None,
-        workers=workers,
-        starting=frozenset(starting),
-        failed=frozenset(w for w in cluster.failed if workers[w].failed_cell),
+        workers=PersistentDict(workers),
+        starting=PersistentSet(starting),
+        failed=PersistentSet(w for w in cluster.failed if workers[w].failed_cell),
         resets=0,
         settling_since=now,
     )
@@ -70,7 +71,7 @@ def finish(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     job = cluster.active
     if job is None or not (job.succeeded or job.ended):
         return cluster
-    if len(job.ended) < len(cluster.members) or not job.ended.issuperset(cluster.members):
+    if not job.ended >= cluster.member_set:
         return cluster
     if not (job.succeeded or job.formed) and any(worker.job == job.name for worker in cluster.workers.values()):
         return cluster
@@ -91,7 +92,7 @@ def abort_generation(cluster: ClusterState, why: str, out: Commands) -> ClusterS
         members += tuple(w for w in cluster.next_formation.members if w in others)
     if members:
         out.append(cmd.AbortWorld(generation, members, why))
-    return replace(cluster, generation=generation, next_formation=None, entered_next=frozenset())
+    return replace(cluster, generation=generation, next_formation=None, entered_next=EMPTY)
 
 
 def forget_kept_state(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -124,31 +125,31 @@ def end(
     out.append(cmd.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
     out.append(cmd.EndJob(job.name, outcome, reason, ranks, culprit))
     cluster = forget_kept_state(cluster, now, out)
-    leaving = sorted(cluster.leaving.difference(inside))  # the others may write a last checkpoint first
+    leaving = sorted(cluster.leaving - inside)  # the others may write a last checkpoint first
     cluster = replace(
         cluster,
         job=replace(job, outcome=outcome, reason=reason, trial=0),
-        hung=frozenset(),
+        hung=EMPTY,
         stage=Stage.GATHERING,
         members=(),
-        member_set=frozenset(),
+        member_set=EMPTY,
         formation=None,
         next_formation=None,
-        entered_next=frozenset(),
+        entered_next=EMPTY,
         cancelled_formation=None,
-        awaiting=frozenset(),
-        newcomers=frozenset(),
-        leaving=frozenset(),
-        suspects=frozenset(),
+        awaiting=EMPTY,
+        newcomers=EMPTY,
+        leaving=EMPTY,
+        suspects=EMPTY,
         unexplained_breaks=NO_BREAKS,
-        acknowledged_commits=(),
+        highest_acknowledged=0,
         halt=Halt(),
         change_after=0.0,
         postponements=0,
         unanswered={},
         failed_formations=0,
         wait=None,
-        starting=frozenset(w for w in cluster.starting if not cluster.workers[w].job),
+        starting=PersistentSet(w for w in cluster.starting if not cluster.workers[w].job),
         too_few_since=None,
         reason_until=NEVER,
         linger_until=cluster.linger_until if older else 0.0,

@@ -10,6 +10,7 @@ from nbelastic.core import backoff, generation_end, host_lifecycle, jobs, provis
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import free_slot, workers_on
+from nbelastic.core.persistent import PersistentSet
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, with_members, without
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
@@ -108,12 +109,12 @@ def remove_from_job(
     cluster: ClusterState, workers: Iterable[WorkerId], why: str, now: float, out: Commands, *, alive: bool = False
 ) -> ClusterState:
     """Remove workers from the job and, unless `alive`, from the state. If one is a member, the generation breaks."""
-    removed = frozenset(workers)
+    removed = PersistentSet(workers)
     lost_members = removed & cluster.member_set
     held_state = any(w in cluster.workers and cluster.workers[w].has_state for w in removed)
     if not alive:
         cluster = _forget_workers(_with_count(cluster, removed), removed)
-    cluster = without(cluster, removed, "awaiting", "newcomers", "starting", "leaving", "suspects")
+    cluster = without(cluster, removed, "awaiting", "newcomers", "starting", "unregistered", "leaving", "suspects")
     job = cluster.active
     if job is None or not lost_members:
         if cluster.next_formation is not None and not removed.isdisjoint(cluster.next_formation.members):
@@ -122,7 +123,7 @@ def remove_from_job(
             return _fail_without_state(cluster, why, now, out)
         return jobs.finish(cluster, now, out)
     cluster = with_members(cluster, tuple(w for w in cluster.members if w not in removed))
-    if lost_members.issubset(job.ended):  # their programs have ended: nothing is lost with them
+    if lost_members <= job.ended:  # their programs have ended: nothing is lost with them
         return jobs.finish(cluster, now, out)
     if job.succeeded:
         return generation_end.finish_after_success(cluster, job, why, now, out)
@@ -131,7 +132,7 @@ def remove_from_job(
     return cluster if cluster.stage is Stage.GATHERING else generation_end.break_generation(cluster, why, now, out)
 
 
-def _with_count(cluster: ClusterState, lost: frozenset[WorkerId]) -> ClusterState:
+def _with_count(cluster: ClusterState, lost: PersistentSet[WorkerId]) -> ClusterState:
     """Note how many results there would be without this loss, if the job's program has no elastic function."""
     job = cluster.active
     if job is None or job.formed or lost <= job.ended:
@@ -144,8 +145,8 @@ def _fail_without_state(cluster: ClusterState, why: str, now: float, out: Comman
     return jobs.end(cluster, "failed", f"{why}; no worker is left that holds the training state", now, out)
 
 
-def _forget_workers(cluster: ClusterState, ids: frozenset[WorkerId]) -> ClusterState:
-    workers = dict(cluster.workers)
-    removed = sum(workers.pop(w, None) is not None for w in ids)
+def _forget_workers(cluster: ClusterState, ids: PersistentSet[WorkerId]) -> ClusterState:
+    workers = cluster.workers.without(ids)
+    removed = len(cluster.workers) - len(workers)
     cluster = replace(cluster, workers=workers, removed_workers=cluster.removed_workers + removed)
     return without(cluster, ids, "stopped", "failed")

@@ -11,6 +11,7 @@ from nbelastic.core import arrivals, gpus
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_slots, workers_on
+from nbelastic.core.persistent import PersistentSet
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState, without
 from nbelastic.core.state_holders import keeper
 from nbelastic.protocol.cluster_limits import NEVER
@@ -22,7 +23,7 @@ def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float
 
     Programs of an ended job may still write a last checkpoint. Their workers are stopped when they have ended.
     """
-    chosen = frozenset(workers).difference(_lingering(cluster))
+    chosen = PersistentSet(workers) - _lingering(cluster)
     members = chosen & cluster.member_set
     if members - cluster.leaving and not cluster.newcomers:
         cluster = replace(cluster, settling_since=now)
@@ -46,8 +47,8 @@ def stop_workers(cluster: ClusterState, ids: Iterable[WorkerId], out: Commands, 
         return cluster
     workers = workers | {w: replace(workers[w], state=WorkerState.STOPPED) for w in chosen}
     out.extend(cmd.StopWorker(w, kill=kill) for w in chosen)
-    cluster = without(cluster, chosen, "newcomers", "starting", "failed")
-    return replace(cluster, workers=workers, stopped=cluster.stopped.union(chosen))
+    cluster = without(cluster, chosen, "newcomers", "starting", "unregistered", "failed")
+    return replace(cluster, workers=workers, stopped=cluster.stopped | chosen)
 
 
 def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -67,7 +68,9 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
             return max(1, wanted - len(started))
         return wanted - len(started) if host.phase is HostPhase.UP else 0
 
-    wake = min((arrivals.worker_deadline(cluster, w) for w in cluster.starting), default=NEVER)
+    wake = cluster.wake_at
+    if wake <= now:  # else a start that is over may have had the earliest deadline, and nothing is due then
+        wake = min((arrivals.worker_deadline(cluster, w) for w in cluster.starting), default=NEVER)
     for name, host in _by_seniority(cluster):
         if host.phase is HostPhase.LOST and host.retry_at <= now:
             out.append(cmd.StartAgent(host.spec))
@@ -94,7 +97,8 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         hosts={**cluster.hosts, **changed},
         workers=cluster.workers
         | {w: Worker(w, WorkerState.STARTING, since=now, gpu=gpu) for w, gpu in started.items()},
-        starting=cluster.starting.union(started),
+        starting=cluster.starting | started,
+        unregistered=cluster.unregistered | started,
         wake_at=wake,
     )
 
@@ -114,7 +118,7 @@ def _needs_kept_state_reader(cluster: ClusterState) -> bool:
 def expect_workers(cluster: ClusterState, ids: Collection[WorkerId]) -> ClusterState:
     """Count these workers as starting, each with its `worker_deadline`."""
     wake = min((arrivals.worker_deadline(cluster, w) for w in ids), default=NEVER)
-    return replace(cluster, starting=cluster.starting.union(ids), wake_at=min(cluster.wake_at, wake))
+    return replace(cluster, starting=cluster.starting | ids, wake_at=min(cluster.wake_at, wake))
 
 
 def _fill(

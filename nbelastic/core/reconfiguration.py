@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from nbelastic.core import arrivals, backoff, connections, generation_end, generations, halts, partitions, stores, swaps
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import NOTHING, PersistentSet
 from nbelastic.core.reasons import Missing, Reason
 from nbelastic.core.state import ClusterState, Stage, first_names, format_ids, with_reason
 from nbelastic.protocol import events as ev
@@ -20,8 +21,8 @@ from nbelastic.protocol.ids import WorkerId
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Do the next step if it is possible; else set the reason to wait."""
     if cluster.stopping:
-        workers = cluster.workers if cluster.linger_until else {}
-        inside = frozenset(w for w, worker in workers.items() if worker.job)
+        workers = cluster.workers if cluster.linger_until else NOTHING
+        inside = [w for w, worker in workers.items() if worker.job]
         last = Reason("last-checkpoints", names=first_names(inside)) if inside else None
         return with_reason(cluster, Reason("stopping", text=cluster.stopping, then=last))
     job = cluster.active
@@ -129,7 +130,7 @@ def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, ou
         stage=Stage.PREPARING,
         next_formation=formation,
         highest_generation=formation.generation,
-        awaiting=frozenset(target),
+        awaiting=PersistentSet(target),
         prepare_errors={},
         prepare_by=now + cluster.limits.timeouts.prepare_for(len(target)),
     )
@@ -167,7 +168,7 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
         w = next((w for w in blamed if w in errors), min(errors))
         why = f"{w} could not prepare a group ({errors[w]})"
     if members and len(members) < len(cluster.members):
-        why += f"; nor did {format_ids(frozenset(members))} prepare"
+        why += f"; nor did {format_ids(members)} prepare"
     cluster = backoff.hold_back(cluster, blamed, why, now, out)
     cluster = partitions.begin(cluster, now, out, suspected={w.host for w in (*blamed, *members)})
     return _plan_change(cluster, now, out)
@@ -217,12 +218,13 @@ def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> Cluste
     if not _worth_it(cluster, target) or (prepared is not None and not _fits(cluster, prepared)):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
     cluster = replace(cluster, postponements=0, unanswered={})
-    commit = max(cluster.acknowledged_commits) + 1
-    removed = tuple(rank for rank, w in enumerate(cluster.members) if w not in target)
+    commit = cluster.highest_acknowledged + 1
+    stay = frozenset(target)
+    removed = tuple(rank for rank, w in enumerate(cluster.members) if w not in stay)
     out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members, removed))
     if prepared is not None:
         out.append(prepared)
-    cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.member_set, acknowledged_commits=())
+    cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.member_set, highest_acknowledged=0)
     return with_reason(cluster, Reason("agreed", generation=cluster.generation, commit=commit))
 
 
@@ -231,8 +233,8 @@ def _enter_next(cluster: ClusterState, now: float, out: Commands) -> ClusterStat
     prepared = cluster.next_formation
     if prepared is not None and all(w in cluster.workers and w not in cluster.stopped for w in prepared.members):
         entered = cluster.entered_next
-        staying = (w for w in cluster.members if w not in cluster.leaving and w not in prepared.members)
-        cluster = generations.stop_leavers(cluster, (*prepared.members, *staying), out)
+        others = cluster.member_set - cluster.leaving - prepared.members
+        cluster = generations.stop_leavers(cluster, (*prepared.members, *others), out)
         cluster = generations.complete_formation(generations.enter(cluster, prepared, entered), now, out)
         return _plan_change(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
     if prepared is not None:  # members that have entered it must first leave it

@@ -8,6 +8,7 @@ known.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import takewhile
 
 from msgspec.structs import replace
 
@@ -63,6 +64,7 @@ def worker_registered(cluster: ClusterState, w: WorkerId, now: float, out: Comma
     worker = cluster.workers[w]
     if worker.state is not WorkerState.STARTING or worker.registered:
         return cluster
+    cluster = without(cluster, (w,), "unregistered")
     return _advance(with_worker(cluster, replace(worker, registered=True)), w, now, out)
 
 
@@ -75,7 +77,7 @@ def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Co
     worker = replace(worker, running_cell=0)
     if trial is not None and trial.cell.version == event.version:
         if event.error:
-            return with_worker(replace(cluster, trial=replace(trial, failed={**trial.failed, w: event.error})), worker)
+            return with_worker(replace(cluster, trial=replace(trial, failed=trial.failed | {w: event.error})), worker)
         cluster = replace(cluster, trial=replace(trial, succeeded=trial.succeeded + 1))
         worker = replace(worker, ran=worker.ran | {event.version})
         cluster = with_worker(cluster, worker)
@@ -92,10 +94,10 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """End a trial whose workers have all ended. Later, let workers that were busy catch up."""
     trial = cluster.trial
     if trial is not None:
-        running = frozenset(w for w in trial.running if _runs(cluster, w, trial.cell.version))
-        if not running:
+        ended = list(takewhile(lambda w: not _runs(cluster, w, trial.cell.version), trial.running))
+        if len(ended) == len(trial.running):
             return _judge(cluster, now, out)
-        return cluster if running == trial.running else replace(cluster, trial=replace(trial, running=running))
+        return replace(cluster, trial=replace(trial, running=trial.running - ended)) if ended else cluster
     return _catch_up(cluster, now, out, but=cluster.failed) if cluster.setup_outdated else cluster
 
 

@@ -31,10 +31,8 @@ CPU_SHARE = 0.02  # of the time between two answers; a member that has used more
 def update(cluster: ClusterState, now: float) -> ClusterState:
     """Begin, prolong or end the wait of the present stage. A report of an awaited member prolongs it."""
     old, awaited = cluster.wait, len(cluster.awaiting)
-    job = cluster.active
-    is_over = job is None or bool(job.succeeded and cluster.awaiting <= job.asked_to_stop | job.succeeded)
     trains = cluster.stage is Stage.HALTED and awaited == len(cluster.members)  # as ever: no member waits for another
-    if is_over or not awaited or trains or cluster.stage not in WAITING_STAGES:
+    if not awaited or trains or cluster.stage not in WAITING_STAGES or _is_over(cluster):
         return cluster if old is None else replace(cluster, wait=None)
     is_same_stage = old is not None and (old.stage, old.generation) == (cluster.stage, cluster.generation)
     if old is not None and is_same_stage and old.awaited == awaited:
@@ -48,6 +46,14 @@ def update(cluster: ClusterState, now: float) -> ClusterState:
     return replace(cluster, wait=wait)
 
 
+def _is_over(cluster: ClusterState) -> bool:
+    """Whether there is no job, or it ends: all awaited members have finished or were asked to stop."""
+    job = cluster.active
+    if job is None:
+        return True
+    return bool(job.succeeded) and all(w in job.succeeded or w in job.asked_to_stop for w in cluster.awaiting)
+
+
 def deadline(cluster: ClusterState) -> float:
     """When `act` has something to do."""
     return NEVER if cluster.wait is None else min(cluster.wait.until, cluster.wait.ask_at)
@@ -59,11 +65,11 @@ def position_reported(cluster: ClusterState, event: ev.PositionReported, now: fl
     if wait is None or event.generation != wait.generation or w not in cluster.awaiting:
         return cluster
     before = wait.positions.get(w)
-    wait = replace(wait, positions={**wait.positions, w: (event, now)})
+    wait = replace(wait, positions=wait.positions | {w: (event, now)})
     if before is not None:
         old, at = before
         if event.begun != old.begun or event.commit != old.commit or event.cpu - old.cpu > CPU_SHARE * (now - at):
-            wait = replace(wait, worked_at={**wait.worked_at, w: now})
+            wait = replace(wait, worked_at=wait.worked_at | {w: now})
     return replace(cluster, wait=wait)
 
 
@@ -77,7 +83,7 @@ def mark_working(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState
     wait = cluster.wait
     if wait is None or w not in cluster.awaiting:
         return cluster
-    return replace(cluster, wait=replace(wait, worked_at={**wait.worked_at, w: now}))
+    return replace(cluster, wait=replace(wait, worked_at=wait.worked_at | {w: now}))
 
 
 def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -169,7 +175,7 @@ def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Co
     halting = wait.stage is Stage.HALTED
     what = f"did not {'come to the halt in' if halting else 'leave'} generation {cluster.generation}"
     if not state_lives(cluster, late):
-        why = f"{format_ids(frozenset(late))} {what}, and no other worker holds the training state"
+        why = f"{format_ids(late)} {what}, and no other worker holds the training state"
         wait = replace(wait, irreplaceable=late, why=why, until=wait.since + cluster.limits.patience)
         cluster = replace(cluster, wait=wait)
         return cluster if now < wait.until else _fail(cluster, wait, now, out)
@@ -193,7 +199,7 @@ def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Comma
     late = unconnected or awaited
     word = "connect" if unconnected else "get ready"
     what = f"did not {word} in generation {cluster.generation} within {now - wait.began:.0f} s"
-    why = f"{format_ids(frozenset(late))} {what}"
+    why = f"{format_ids(late)} {what}"
     unformed = cluster.failed_formations + 1
     cluster = replace(generation_end.break_generation(cluster, why, now, out), failed_formations=unformed)
     if cluster.active is None or cluster.active.succeeded:

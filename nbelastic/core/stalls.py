@@ -40,7 +40,7 @@ def handle(
             stall = cluster.stall
             if stall is None or w not in cluster.member_set:
                 return cluster
-            stall = replace(stall, positions={**stall.positions, w: event}, unanswered=stall.unanswered - {w})
+            stall = replace(stall, positions=stall.positions | {w: event}, unanswered=stall.unanswered - {w})
             cluster = replace(cluster, stall=stall)
             return cluster if stall.unanswered else _judge(cluster, stall, now, out)
         case _:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from heapq import nsmallest
+from itertools import islice
 from typing import Literal
 
 from msgspec import Struct
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from nbelastic.core.commands import FormWorld
 from nbelastic.core.halt import Halt
+from nbelastic.core.persistent import EMPTY, NOTHING, PersistentDict, PersistentSet
 from nbelastic.core.probes import Admission, PartitionCheck
 from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
@@ -21,7 +23,7 @@ from nbelastic.protocol.ids import Gpu, HostSpec, Interface, WorkerId
 from nbelastic.protocol.messages import Pushed
 from nbelastic.protocol.script_events import NodeReady
 
-WorkerSet = Literal["awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects", "hung"]
+WorkerSet = Literal["awaiting", "newcomers", "starting", "unregistered", "leaving", "stopped", "failed", "suspects"]
 NO_BREAKS = (0, -1)  # of `ClusterState.unexplained_breaks`
 
 
@@ -118,8 +120,8 @@ class Stall(Struct, frozen=True):
 
     generation: int
     seconds: float = 0.0  # without a commit
-    unanswered: frozenset[WorkerId] = frozenset()  # members that were asked for their position and did not answer yet
-    positions: dict[WorkerId, PositionReported] = {}  # the newest of each member
+    unanswered: PersistentSet[WorkerId] = EMPTY  # members that were asked for their position and did not answer yet
+    positions: PersistentDict[WorkerId, PositionReported] = NOTHING  # the newest of each member
     stragglers: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # (collectives, commit), and since when
     reported: frozenset[tuple[WorkerId, int]] = frozenset()  # stragglers in the event log, by commit
     text: str = ""  # for the status
@@ -135,8 +137,8 @@ class Wait(Struct, frozen=True):
     since: float  # when the last report came
     until: float  # when the wait is judged
     ask_at: float  # when the awaited members are asked for their positions
-    positions: dict[WorkerId, tuple[PositionReported, float]] = {}  # their newest answers, and when these came
-    worked_at: dict[WorkerId, float] = {}  # when each was last known to compute
+    positions: PersistentDict[WorkerId, tuple[PositionReported, float]] = NOTHING  # newest answers, and their times
+    worked_at: PersistentDict[WorkerId, float] = NOTHING  # when each was last known to compute
     irreplaceable: tuple[WorkerId, ...] = ()  # late members that are kept, as only they hold the training state
     why: str = ""  # they are late, for the status
 
@@ -154,10 +156,10 @@ class SetupTrial(Struct, frozen=True):
     """A cell that is not kept yet, and its results so far."""
 
     cell: SetupCell
-    running: frozenset[WorkerId] = frozenset()
+    running: PersistentSet[WorkerId] = EMPTY
     tried: int = 0  # on so many workers
     succeeded: int = 0  # on so many workers
-    failed: dict[WorkerId, str] = {}  # with this error
+    failed: PersistentDict[WorkerId, str] = NOTHING  # with this error
 
 
 class Worker(Struct, frozen=True, gc=False):
@@ -189,9 +191,9 @@ class Job(Struct, frozen=True):
     name: str
     backend: str = ""  # nccl or gloo, of all its worlds; empty: none has been formed yet
     formed: bool = False  # a world of it has run
-    succeeded: frozenset[WorkerId] = frozenset()  # members whose elastic function has returned
-    ended: frozenset[WorkerId] = frozenset()  # workers whose program has ended without an error
-    asked_to_stop: frozenset[WorkerId] = frozenset()  # members that cannot finish, as others have finished
+    succeeded: PersistentSet[WorkerId] = EMPTY  # members whose elastic function has returned
+    ended: PersistentSet[WorkerId] = EMPTY  # workers whose program has ended without an error
+    asked_to_stop: PersistentSet[WorkerId] = EMPTY  # members that cannot finish, as others have finished
     ranks: tuple[WorkerId, ...] = ()  # members of its last world, the lost ones included: results are given by rank
     at_once: int = 0  # without a world: how many workers ran or had run its program when one was lost last
     outcome: str = ""  # succeeded, failed, stopped
@@ -222,10 +224,11 @@ class ClusterState(Struct, frozen=True):
     limits: Limits
     # hosts and workers
     hosts: dict[str, Host] = {}  # in order of seniority
-    workers: dict[WorkerId, Worker] = {}  # that live
-    starting: frozenset[WorkerId] = frozenset()  # workers that are expected to become newcomers
-    stopped: frozenset[WorkerId] = frozenset()  # workers that were asked to end; they are in no other of these sets
-    failed: frozenset[WorkerId] = frozenset()  # workers that live but cannot take part in this job
+    workers: PersistentDict[WorkerId, Worker] = NOTHING  # that live
+    starting: PersistentSet[WorkerId] = EMPTY  # workers that are expected to become newcomers
+    unregistered: PersistentSet[WorkerId] = EMPTY  # of `starting`: they cannot run cells yet
+    stopped: PersistentSet[WorkerId] = EMPTY  # workers that were asked to end; they are in no other of these sets
+    failed: PersistentSet[WorkerId] = EMPTY  # workers that live but cannot take part in this job
     end_deadlines: dict[WorkerId, float] = {}  # when each worker of `stopped` counts as ended
     removed_workers: int = 0  # how many were taken out of `workers` so far
     hosts_joined: int = 0  # number of the newest host
@@ -241,12 +244,12 @@ class ClusterState(Struct, frozen=True):
     generation: int = 0  # number of the present or last one
     stage: Stage = Stage.GATHERING
     members: tuple[WorkerId, ...] = ()  # of the present generation, or survivors of the last one, by rank
-    member_set: frozenset[WorkerId] = frozenset()  # the same as a set
+    member_set: PersistentSet[WorkerId] = EMPTY  # the same as a set
     formation: FormWorld | None = None  # of the present generation
-    awaiting: frozenset[WorkerId] = frozenset()  # workers whose report the present stage waits for
-    newcomers: frozenset[WorkerId] = frozenset()  # workers that are ready and in no world
+    awaiting: PersistentSet[WorkerId] = EMPTY  # workers whose report the present stage waits for
+    newcomers: PersistentSet[WorkerId] = EMPTY  # workers that are ready and in no world
     held_back: dict[WorkerId, float] = {}  # newcomers that are left out for a while, and until when
-    leaving: frozenset[WorkerId] = frozenset()  # members that have to leave: drained, or above max
+    leaving: PersistentSet[WorkerId] = EMPTY  # members that have to leave: drained, or above max
     settling_since: float = 0.0  # since when newcomers or leavers wait for workers that are starting
     highest_generation: int = 0  # that was given to a generation, prepared ones included
     last_formed: int = 0  # generation of the last world that formed
@@ -257,14 +260,14 @@ class ClusterState(Struct, frozen=True):
 
     # the reconfiguration
     next_formation: FormWorld | None = None  # of the next generation, whose process group is prepared
-    entered_next: frozenset[WorkerId] = frozenset()  # workers in the next generation while others leave the present one
+    entered_next: PersistentSet[WorkerId] = EMPTY  # workers in the next generation while others leave the present one
     cancelled_formation: FormWorld | None = None  # of a cancelled next generation that leaving members may have entered
     deferred_events: tuple[WorkerSucceeded | ProgramEnded, ...] = ()  # of the next generation; handled when it begins
     prepare_by: float = NEVER  # when preparing ends without the missing reports
     prepare_errors: dict[WorkerId, str] = {}  # of workers that could not prepare
     skip_preparing: bool = False  # the next change is made without preparing, as that is not possible
     ask_number: int = 0  # of the newest `AskLeave`
-    acknowledged_commits: tuple[int, ...] = ()  # that members reported since that `AskLeave`
+    highest_acknowledged: int = 0  # commit that a member has reported since that `AskLeave`
     postponements: int = 0  # of changes in a row, as a member did not answer
     postponed_because: str = ""
     change_after: float = 0.0  # no change is tried before
@@ -273,13 +276,13 @@ class ClusterState(Struct, frozen=True):
     halt: Halt = Halt()
 
     # failures without a lost worker
-    suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection
+    suspects: PersistentSet[WorkerId] = EMPTY  # members that lost a connection
     suspect_since: float = 0.0
     first_suspect: WorkerId | None = None  # the suspect that raised first
     suspect_error: str = ""  # the error that it raised
     unexplained_breaks: tuple[int, int] = NO_BREAKS  # how many in a row, and at which commit
     stall: Stall | None = None
-    hung: frozenset[WorkerId] = frozenset()  # members that an abort does not wake
+    hung: PersistentSet[WorkerId] = EMPTY  # members that an abort does not wake
     kept_state: KeptState | None = None  # until a world has formed with it
 
     # networks
@@ -360,12 +363,12 @@ def is_same(before: ClusterState, cluster: ClusterState, *, but: Collection[str]
 
 def with_members(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:
     """The state with these members, by rank."""
-    return replace(cluster, members=members, member_set=frozenset(members))
+    return replace(cluster, members=members, member_set=PersistentSet(members))
 
 
 def with_worker(cluster: ClusterState, worker: Worker) -> ClusterState:
     """The state with this record of a worker."""
-    return replace(cluster, workers={**cluster.workers, worker.id: worker})
+    return replace(cluster, workers=cluster.workers | {worker.id: worker})
 
 
 def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> ClusterState:
@@ -376,23 +379,19 @@ def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> 
 
 
 def without(cluster: ClusterState, ids: Collection[WorkerId], *fields: WorkerSet) -> ClusterState:
-    """The state without these workers in these sets. Sets of 10,000 workers are copied only if they change."""
-    changed = {
-        field: getattr(cluster, field).difference(ids)
-        for field in fields
-        if not getattr(cluster, field).isdisjoint(ids)
-    }
+    """The state without these workers in these sets."""
+    changed = {field: getattr(cluster, field) - ids for field in fields if not getattr(cluster, field).isdisjoint(ids)}
     return replace(cluster, **changed) if changed else cluster
 
 
-def first_names(ids: frozenset[WorkerId]) -> tuple[str, ...]:
-    """The first workers, as many as a `Reason` shows and one more."""
-    return tuple(map(str, nsmallest(MOST + 1, ids)))
+def first_names(ids: Iterable[WorkerId]) -> tuple[str, ...]:
+    """As many as a `Reason` shows, and one more."""
+    return tuple(map(str, islice(ids, MOST + 1)))
 
 
-def format_ids(ids: frozenset[WorkerId]) -> str:
-    """The first three, as text."""
-    return listed(first_names(ids))
+def format_ids(ids: Collection[WorkerId]) -> str:
+    """The first three by name, as text."""
+    return listed(first_names(nsmallest(MOST + 1, ids)))
 
 
 def rank_text(cluster: ClusterState, w: WorkerId) -> str:

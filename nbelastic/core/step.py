@@ -79,7 +79,7 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     if cluster.deferred_events and cluster.next_formation is None:
         cluster = worker_events.handle_deferred(cluster, now, out)
     cluster = stage_deadlines.update(backoff.release_held(cluster, now), now)
-    cluster = deadlines.set_stop_deadlines(cluster, now)
+    cluster = deadlines.set_stop_deadlines(before, cluster, now)
     if cluster.stall is not None:
         cluster = stalls.explain(cluster)
     return cluster, tuple(out)

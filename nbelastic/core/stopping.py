@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, losses
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.core.state import ClusterState, HostPhase, WorkerState
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
@@ -21,11 +22,13 @@ def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Comman
         runs = any(worker.job for worker in cluster.workers.values())
         cluster = replace(
             cluster,
-            workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in cluster.workers.items()},
+            workers=cluster.workers
+            | {w: replace(worker, state=WorkerState.STOPPED) for w, worker in cluster.workers.items()},
             hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in present.items()},
-            stopped=frozenset(cluster.workers),
-            starting=frozenset(),
-            failed=frozenset(),
+            stopped=PersistentSet(cluster.workers),
+            starting=EMPTY,
+            unregistered=EMPTY,
+            failed=EMPTY,
             probing={},
             trial=None,
             setup_by=NEVER,

@@ -105,7 +105,7 @@ def reject(cluster: ClusterState, why: str, now: float, out: Commands) -> Cluste
     out.append(cmd.KeepProgram(job.program, _workers(cluster), rejected=job.trial, why=why))
     trying = [w for w in _workers(cluster) if cluster.workers[w].program == job.trial]
     cluster = _with_program(replace(cluster, job=replace(job, trial=0)), trying, job.program)
-    cluster = _expect(cluster, cluster.newcomers.intersection(trying), now)
+    cluster = _expect(cluster, cluster.newcomers & trying, now)
     if cluster.stage in (Stage.LEAVING, Stage.GATHERING):  # their reports so far are of the new program
         return replace(cluster, stage=Stage.GATHERING, awaiting=cluster.member_set)
     cluster = replace(cluster, resets=cluster.resets - 1)  # this break does not count as a failure of the training

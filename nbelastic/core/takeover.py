@@ -24,7 +24,8 @@ from nbelastic.core import (
 from nbelastic.core.cluster_snapshot import SavedCluster
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import workers_on
-from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState, format_ids, with_members
+from nbelastic.core.persistent import PersistentSet
+from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState, format_ids, with_members, without
 from nbelastic.core.state_holders import delete_kept_state, state_lives
 from nbelastic.core.step import step
 from nbelastic.core.takeover_hosts import OFFLINE, Reports
@@ -106,7 +107,7 @@ def _presume_training(cluster: ClusterState, saved: SavedCluster, reports: Repor
         w: replace(like, id=w, pid=cluster.workers[w].pid, state=WorkerState.RUNNING, store="", ran=ran)
         for w in unresponsive
     }
-    return replace(cluster, workers=cluster.workers | trains, starting=cluster.starting - trains.keys())
+    return replace(without(cluster, trains, "starting", "unregistered"), workers=cluster.workers | trains)
 
 
 def _lose_members(
@@ -129,7 +130,7 @@ def _restore_job(
     job = cluster.active
     assert job is not None
     holders = tuple(w for w in sorted(inside, key=lambda w: (inside[w].rank, w)) if cluster.workers[w].has_state)
-    finished = frozenset(w for w in holders if isinstance(inside[w].last_event, ev.WorkerSucceeded))
+    finished = PersistentSet(w for w in holders if isinstance(inside[w].last_event, ev.WorkerSucceeded))
     asked_to_stop = [w for w in inside if inside[w].stop_reason]
     if asked_to_stop and not finished:
         return _end_stopped_job(with_members(cluster, holders), inside, asked_to_stop, now, out)
@@ -140,7 +141,7 @@ def _restore_job(
         return _abort_strays(cluster, inside, out)
     if cluster.kept_state is not None and max(inside[w].commit for w in holders) > cluster.kept_state.commit:
         cluster = delete_kept_state(cluster, out)
-    stragglers = frozenset(asked_to_stop).intersection(holders)
+    stragglers = PersistentSet(asked_to_stop) & holders
     cluster = jobs.linger(cluster, now) if stragglers else cluster
     job = replace(job, formed=True, succeeded=finished, asked_to_stop=stragglers)
     members = _whole_world(inside)

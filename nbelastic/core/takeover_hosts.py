@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import host_admission
+from nbelastic.core import host_admission, provisioning
 from nbelastic.core.cluster_snapshot import SavedCluster, SavedHost
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import PersistentDict, PersistentSet
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot, Worker, WorkerState
 from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
@@ -169,6 +170,9 @@ def restore_workers(
             registered=is_set_up,  # else it registers later
             ran=versions,
         )
-    starting = frozenset(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
+    starting = PersistentSet(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
+    unregistered = PersistentSet(w for w in starting if not workers[w].registered)
     numbered = max([cluster.highest_generation, *(report.highest_generation for report in reports.values())])
-    return replace(cluster, workers=workers, starting=starting, highest_generation=numbered, generation=numbered)
+    cluster = replace(cluster, highest_generation=numbered, generation=numbered)
+    cluster = replace(cluster, workers=PersistentDict(workers), unregistered=unregistered)
+    return provisioning.expect_workers(cluster, starting)

@@ -23,6 +23,7 @@ from nbelastic.core import (
     swaps,
 )
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import PersistentSet
 from nbelastic.core.state import (
     ClusterState,
     HostPhase,
@@ -90,7 +91,7 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         program=event.program,
         breakpoint_at="",  # pdb does not report each way out of it
     )
-    cluster = unassign_kept_state(without(cluster, (w,), "hung"), worker)
+    cluster = unassign_kept_state(replace(cluster, hung=cluster.hung - {w}), worker)
     if w not in cluster.member_set:
         # settling begins with the first newcomer, and again with the one that makes them enough
         is_first = not cluster.newcomers or cluster.too_few_since is not None
@@ -123,7 +124,8 @@ MemberEvent = (
 def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Commands) -> ClusterState:
     """A member's report from the elastic loop. Reports of an earlier generation are dropped."""
     w, prepared = event.worker, cluster.next_formation
-    if prepared is not None and event.generation == prepared.generation and w in prepared.members:
+    joins = w in cluster.member_set or w in cluster.newcomers
+    if joins and prepared is not None and event.generation == prepared.generation:
         if cluster.stage is not Stage.LEAVING:
             return cluster
         if isinstance(event, ev.WorkerFormed):
@@ -141,8 +143,8 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
         case ev.LeaveAcknowledged(commit=commit, ask=ask):
             if cluster.stage is not Stage.ASKED or w not in cluster.awaiting or ask != cluster.ask_number:
                 return cluster
-            commits = (*cluster.acknowledged_commits, commit)
-            return replace(without(cluster, (w,), "awaiting"), acknowledged_commits=commits)
+            highest = max(cluster.highest_acknowledged, commit)
+            return replace(without(cluster, (w,), "awaiting"), highest_acknowledged=highest)
         case ev.WorkerHalted():
             return halts.worker_halted(cluster, event)
         case ev.WorkerRaised(intact=intact, error=error):
@@ -187,7 +189,7 @@ def _suspect(cluster: ClusterState, w: WorkerId, error: str, now: float) -> Clus
         return cluster
     if cluster.suspects:
         return replace(cluster, suspects=cluster.suspects | {w})
-    return replace(cluster, suspects=frozenset((w,)), suspect_since=now, first_suspect=w, suspect_error=error)
+    return replace(cluster, suspects=PersistentSet((w,)), suspect_since=now, first_suspect=w, suspect_error=error)
 
 
 def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out: Commands) -> ClusterState:

@@ -233,7 +233,7 @@ class ReceivedMessages:
         cluster = self._cluster()
         if report.worker not in cluster.workers:
             return
-        is_in = report.formed and report.generation == cluster.generation and report.worker in cluster.members
+        is_in = report.formed and report.generation == cluster.generation and report.worker in cluster.member_set
         if report.busy and (not is_in or report.has_promised or report.last_event is not None):
             self._post(ev.WorkerFrozen(report.worker, "it answered a new driver too late"))
         else:

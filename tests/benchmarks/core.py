@@ -11,6 +11,7 @@ import gc
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -28,8 +29,8 @@ SPARES = 64
 class Cluster:
     """A cluster state and the time that each event took, by phase."""
 
-    def __init__(self, workers: int) -> None:
-        self.size = workers
+    def __init__(self, workers: int, clock: Callable[[], float] = perf_counter) -> None:
+        self.size, self.clock = workers, clock
         self.cluster = ClusterState(Limits(min=workers // 2, max=workers, spares=SPARES, elastic_timeout=1e6))
         self.now = 0.0
         self.phase = ""
@@ -38,9 +39,9 @@ class Cluster:
 
     def send(self, event: ev.Event) -> tuple[cmd.Command, ...]:
         self.now += 1e-4
-        start = perf_counter()
+        start = self.clock()
         state, commands = step(self.cluster, event, self.now)
-        took = perf_counter() - start
+        took = self.clock() - start
         self.cluster = state
         if any(isinstance(command, cmd.FormWorld) for command in commands):
             self.forming.append(took)
@@ -74,7 +75,7 @@ class Cluster:
         self.phase = "joining"
         for w in self.cluster.members:
             self.send(ev.WorkerFormed(w, self.cluster.generation, {}))
-        assert self.cluster.stage is Stage.RUNNING, self.reason
+        assert self.cluster.stage is Stage.RUNNING, self.cluster.reason
 
     def rejoin(self, w: WorkerId) -> None:
         member = w in self.cluster.member_set
@@ -116,9 +117,42 @@ class Cluster:
         assert self.cluster.stage is Stage.LEAVING
         self.form("planned change")
 
+    def prepare(self) -> None:
+        """Drain a host with a world that is prepared: the members enter it as they leave the present one."""
+        self.phase = "prepared change"
+        first, generation = self.cluster.members[0], self.cluster.generation
+        self.send(ev.StoreOffered(first, generation, "tcp://10.0.0.1:2"))
+        self.send(ev.HostRemoved(self.cluster.members[-1].host))
+        self.now += 2.0
+        self.send(ev.Ticked())
+        assert self.cluster.next_formation is not None
+        prepared = self.cluster.next_formation
+        for w in prepared.members:
+            self.send(ev.WorkerPrepared(w, prepared.generation))
+        for w in self.cluster.members:
+            self.send(ev.LeaveAcknowledged(w, generation, 5, self.cluster.ask_number))
+        assert self.cluster.stage is Stage.LEAVING
+        leavers = self.cluster.members
+        for w in prepared.members:
+            self.send(ev.WorkerFormed(w, prepared.generation, {}))
+        for w in leavers:
+            self.rejoin(w)
+        assert self.cluster.stage is Stage.RUNNING, self.cluster.reason
 
-def day(workers: int) -> Cluster:
-    cluster = Cluster(workers)
+    def finish(self) -> None:
+        """The function returns on all ranks, and then their programs end."""
+        self.phase = "finish"
+        members = self.cluster.members
+        for w in members:
+            self.send(ev.WorkerSucceeded(w, self.cluster.generation))
+        for w in members:
+            self.send(ev.ProgramEnded(w, "job"))
+        assert self.cluster.active is None
+
+
+def day(workers: int, clock: Callable[[], float] = perf_counter) -> Cluster:
+    """All phases. `clock`: what the cost of an event is measured with."""
+    cluster = Cluster(workers, clock)
     cluster.start()
     cluster.send(ev.JobSubmitted("job"))
     cluster.form("first world")
@@ -126,6 +160,8 @@ def day(workers: int) -> Cluster:
     cluster.die(min(100, workers // 10))
     cluster.lose_host()
     cluster.shrink()
+    cluster.prepare()
+    cluster.finish()
     return cluster
 
 

@@ -210,7 +210,7 @@ class AnyStory(RuleBasedStateMachine):
         """The root of a transfer is lost, and some receivers hold parts of two commits."""
         order = self.story.cluster.formation
         root, receiving = order.members[order.root], [order.members[rank] for rank in order.receivers]
-        torn = sorted(self.story.cluster.awaiting.intersection(receiving) & self.story.fakes.keys())
+        torn = sorted(self.story.cluster.awaiting & receiving & self.story.fakes.keys())
         if root in self.story.fakes:
             self.story.kill(str(root))
         for w in torn:

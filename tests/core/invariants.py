@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from nbelastic.core import arrivals
 from nbelastic.core import commands as cmd
 from nbelastic.core.host_admission import external_addresses, wide
+from nbelastic.core.persistent import PersistentDict, PersistentSet
 from nbelastic.core.reasons import in_words
 from nbelastic.core.setup_cells import lacking
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
@@ -37,6 +38,9 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
     workers, alive = cluster.workers, set(cluster.workers)
     if not in_words(cluster.reason, now):
         yield "there is no reason"
+    for name, default in zip(ClusterState.__struct_fields__[1:], ClusterState.__struct_defaults__, strict=True):
+        if isinstance(default, PersistentDict | PersistentSet) and type(getattr(cluster, name)) is not type(default):
+            yield f"{name} is a {type(getattr(cluster, name)).__name__}, of which each change copies the whole"
     if any(worker.id != w for w, worker in workers.items()):
         yield "a worker is kept under the name of another"
     if (
@@ -62,6 +66,8 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
         yield "a plan that was called off is kept without a job"
     if cluster.active is None and cluster.unexplained_breaks[0]:
         yield "unexplained breaks are counted without a job"
+    if cluster.unregistered != {w for w in cluster.starting if not cluster.workers[w].registered}:
+        yield f"unregistered are {sorted(cluster.unregistered)}, starting {sorted(cluster.starting)}"
     for name in ("member_set", "awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects"):
         if not getattr(cluster, name) <= alive:
             yield f"{name} holds {getattr(cluster, name) - alive}, which are lost"

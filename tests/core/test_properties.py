@@ -83,7 +83,7 @@ class EveryStory(AnyStory):
         """All members but one wait in a collective, and two rounds of positions show it."""
         story = self.story
         slow = data.draw(st.sampled_from(sorted(story.cluster.members)))
-        for w in (story.cluster.member_set - {slow}).intersection(story.fakes):
+        for w in (story.cluster.member_set - {slow}) & story.fakes:
             story.fakes[w].begun += 1
         for past in (0.0, seconds):
             story.wait(past)
