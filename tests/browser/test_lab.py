@@ -69,6 +69,7 @@ def test_the_dashboard_works_while_a_cell_runs(lab, page, notebook, output_path)
     expect(view.locator(".nbe-phase")).to_have_text("finished")
 
 
+@pytest.mark.soak(seconds=25)
 def test_the_view_returns_after_a_reload_and_can_be_shown_twice(lab, page, notebook):
     """Reloading the page brings the same live view; %elastic shows another one; one request changes both."""
     run = notebook(lab.write("again", LOAD, START, "%elastic", "%elastic_stop"))

@@ -14,6 +14,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 
+@pytest.mark.soak(seconds=25)
 def test_a_view_whose_kernel_was_restarted_shows_that(lab, page, notebook):
     """It warns and accepts no requests; all processes of the cluster have ended."""
     run = notebook(lab.write("restart", LOAD, START, "1 + 1"))
@@ -31,6 +32,7 @@ def test_a_view_whose_kernel_was_restarted_shows_that(lab, page, notebook):
     until(lambda: not alive(pid))
 
 
+@pytest.mark.soak(seconds=40)
 def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path):
     """Another kernel attaches: the dashboard has the same events, logs and requests, and the training goes on undisturbed."""
     page.set_viewport_size({"width": 1300, "height": 1500})

@@ -41,6 +41,9 @@ def test_nothing_moves_between_press_and_release(view, clock):
     expect(view.page.locator(".nbe-facts").first).to_contain_text("2,345")
 
 
+OTHERS = [(400, "light"), (1200, "dark"), (1200, None)]
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (800, "dark"), (1600, "light")])
 def test_nothing_is_cut_off(view, width, scheme, output_path):
     """No sideways scrolling from a phone's width on, in JupyterLab's own colours."""
@@ -68,7 +71,9 @@ def test_nothing_is_cut_off(view, width, scheme, output_path):
         assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
 
 
-@pytest.mark.parametrize(("width", "theme"), [(400, "light"), (1200, "light"), (1200, "dark"), (1200, None)])
+@pytest.mark.parametrize(
+    ("width", "theme"), [(1200, "light"), *(pytest.param(*view, marks=pytest.mark.soak(seconds=10)) for view in OTHERS)]
+)
 def test_the_view_is_accessible(view, theme, width):
     """axe finds no fault in any panel, with JupyterLab's colours, in a dark page without a theme, and after a closed connection."""
     view.page.emulate_media(color_scheme=theme or "dark", reduced_motion="reduce")

@@ -164,6 +164,7 @@ def grown(before, now):
     return {pid: (now[pid][0] - before[pid][0], now[pid][1] - before[pid][1]) for pid in shared}
 
 
+@pytest.mark.soak(seconds=14)
 def test_the_listening_endpoints(network, make, tmp_path):
     """On a host the prober listens on each address, and the store and gloo on one; on the driver's machine nothing listens.
 

@@ -59,6 +59,7 @@ def test_kernel_and_driver_die(kept):
     end(training)
 
 
+@pytest.mark.soak(seconds=10)
 def test_kernel_driver_and_a_host_die(kept, network):
     """The survivor waits with its state; the next driver finds the host lost, and uses it again after its reboot."""
     kernel = kept()

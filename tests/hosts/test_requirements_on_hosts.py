@@ -18,6 +18,7 @@ PASSWORD = "open-sesame"
 
 
 @pytest.mark.cold
+@pytest.mark.soak(seconds=21)
 def test_hosts_make_one_environment_for_a_folder_that_they_share(network, make, tmp_path):
     """One host makes it and the other waits. The workers have the package, and the notebook has not.
 

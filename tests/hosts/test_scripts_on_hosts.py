@@ -127,6 +127,7 @@ def test_a_script_on_hosts_that_die_are_cut_off_and_join(network, make, tmp_path
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.soak(seconds=23)
 def test_a_terminal_on_another_machine(network, make, terminal, carry, tmp_path):
     """A torchrun on another machine joins this host and one by ssh; Ctrl-C ends it, and the others go on."""
     cluster = make("localhost:1,h1:1", min=2, silence=SILENCE)
@@ -204,6 +205,7 @@ def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.soak(seconds=17)
 def test_a_cluster_on_loopback_moves_to_a_network(network, make, tmp_path):
     """When another host joins a script and a torchrun on loopback addresses, all move to a network that it reaches."""
     cluster = make("localhost:1", min=1)

@@ -87,7 +87,10 @@ def finish_job(training):
     return results[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [("localhost:3", "localhost:2"), ("localhost:1", "localhost:3")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("localhost:3", "localhost:2"), pytest.param("localhost:1", "localhost:3", marks=pytest.mark.soak(seconds=6))],
+)
 def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_path, before, after):
     """When every process is killed, the next job begins with the weights of the newest checkpoint on all ranks."""
     others = descendants()

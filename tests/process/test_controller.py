@@ -155,6 +155,7 @@ def test_a_lost_answer_is_an_error(make, tmp_path):
     assert view.apply_async(sorted, [2, 1]).get(timeout=20) == [[1, 2]]
 
 
+@pytest.mark.soak(seconds=10)
 def test_the_next_controller_knows_no_lost_engine(make):
     """The next controller and the client do not know an engine that is lost while no controller runs."""
     cluster = make("localhost:2", min=1)
@@ -252,7 +253,7 @@ def keep(tmp_path):
         kept.close()
 
 
-@pytest.mark.parametrize("dies", ["kernel", "both"])
+@pytest.mark.parametrize("dies", [pytest.param("kernel", marks=pytest.mark.soak(seconds=5)), "both"])
 def test_the_next_kernel_attaches_to_the_controller(keep, dies):
     """When the kernel is killed, alone or with the controller, the next kernel finds the engine and its variables."""
     kept = keep(60.0)

@@ -8,6 +8,8 @@ import struct
 import time
 from contextlib import ExitStack, closing, suppress
 
+import pytest
+
 from nbelastic.ipp.controller import HANDSHAKE
 from nbelastic.ipp.supervisor import Supervisor
 from tests.hosts.attacker import greeting
@@ -18,6 +20,7 @@ SOON = HANDSHAKE / 1000 + 5  # seconds
 LARGE = ("mux", "task", "broadcast")  # ports for calls, whose messages contain the user's arrays
 
 
+@pytest.mark.soak(seconds=12)
 def test_a_connection_without_a_key_cannot_fill_the_controllers_memory(tmp_path):
     """Ports for requests close one that announces 4 GiB. The other ports close it after some seconds without a handshake.
 

@@ -43,7 +43,7 @@ def run(frameworks, tmp_path):
         ("llama", {"in an evaluation": 9, "in a step": 15}),
         ("bert", {"in a step": 6, "after a commit": 20}),
         ("own loss", {"after a commit": 3, "in an evaluation": 18}),
-        ("sharded llama", {"in an evaluation": 9, "in a step": 15}),
+        pytest.param("sharded llama", {"in an evaluation": 9, "in a step": 15}, marks=pytest.mark.soak(seconds=8)),
         ("sharded bert", {"before a commit": 1, "after a commit": 20}),
     ],
     ids=["counts labels", "mean loss", "own loss", "sharded", "sharded mean loss"],

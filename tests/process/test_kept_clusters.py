@@ -110,14 +110,14 @@ def kernel_is_killed(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..
     return story
 
 
-@pytest.mark.parametrize("with_driver", [False, True])
+@pytest.mark.parametrize("with_driver", [False, pytest.param(True, marks=pytest.mark.soak(seconds=10))])
 def test_a_cluster_without_a_kernel_ends_with_its_lease(kernel_is_killed, with_driver):
     """Without a kernel a cluster saves a last checkpoint, ends within its lease, and leaves no process or file."""
     kernel_is_killed(with_driver)
 
 
 @pytest.mark.cold  # an agent kills the processes of the cluster but its own, which the driver must know by its pid
-@pytest.mark.parametrize("with_driver", [False, True])
+@pytest.mark.parametrize("with_driver", [False, pytest.param(True, marks=pytest.mark.soak(seconds=9))])
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
     """A cluster that is not kept ends at once with its kernel, whether or not its driver still runs."""
     kernel = kept(keep=False)
@@ -162,7 +162,7 @@ def test_a_kernel_that_exits_normally(kept):
     training.cluster.stop()
 
 
-@pytest.mark.parametrize("part", ["worker", "agent", "controller"])
+@pytest.mark.parametrize("part", ["worker", "agent", pytest.param("controller", marks=pytest.mark.soak(seconds=6))])
 def test_lost_processes_are_replaced_without_a_kernel(kept, part):
     """The driver replaces lost processes without a kernel; the next kernel finds a full world and the events."""
     kernel = kept(hosts="localhost:2,127.0.0.2:1", engines=part == "controller")
@@ -286,6 +286,7 @@ def test_an_error_without_a_kernel(kept):
     cluster.stop()
 
 
+@pytest.mark.soak(seconds=8)
 def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     """A rank that holds the interpreter lock while a new driver starts is not killed, and trains on afterwards."""
     kernel = kept(program="train_and_hold_lock", hosts="localhost:2", silence=1.0)

@@ -38,7 +38,7 @@ def run(cluster, tmp_path):
     ("parts", "init"),
     [
         pytest.param(PARTS, None, id="parts"),
-        pytest.param(MESHES, sharded_parts.set_values, id="meshes"),
+        pytest.param(MESHES, sharded_parts.set_values, id="meshes", marks=pytest.mark.soak(seconds=20)),
         pytest.param(COMPILED, None, id="compiled", marks=pytest.mark.soak(seconds=20)),
     ],
 )

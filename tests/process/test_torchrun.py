@@ -57,6 +57,7 @@ def test_two_terminals_and_a_host_train_together(lone, tmp_path):
     until(lambda: len(lone.hosts) == 1, what="the external node to leave")
 
 
+@pytest.mark.soak(seconds=9)
 def test_a_worker_of_a_terminal_fails(lone, tmp_path):
     """A failing worker restarts all; when no restarts are left, its error is the job's error, with its rank and host."""
     job = lone.run_script(REPORT, tmp_path, "raise=none", max_restarts=1)
@@ -85,6 +86,7 @@ def test_a_terminal_waits_for_a_script(lone, tmp_path):
     training.finish()
 
 
+@pytest.mark.soak(seconds=7)
 def test_a_full_cluster(lone, tmp_path):
     """A torchrun beyond `max` waits as a spare and prints why; `spare=0` ends it at once, `join_timeout` after a while."""
     training = ScriptTraining(lone, tmp_path / "training", nproc=3)

@@ -47,6 +47,7 @@ def test_a_cancelled_job_is_a_lost_host(slurm, training):
     training.finish()
 
 
+@pytest.mark.soak(seconds=10)
 def test_another_job_takes_the_place_of_one_that_is_announced_to_end(slurm, training):
     """Slurm sends SIGUSR1 to the agent alone, as it does before a time limit: nothing is lost, and a new job joins."""
     training.wait_for_world(3)
@@ -57,6 +58,7 @@ def test_another_job_takes_the_place_of_one_that_is_announced_to_end(slurm, trai
     assert not {"world-broken", "host-lost"} & {event.kind for event in training.cluster.events}
 
 
+@pytest.mark.soak(seconds=20)
 def test_another_job_takes_the_place_of_one_whose_node_is_drained(slurm, training):
     """The job may run to its end, so its host trains on until the next job has a node. Nothing is lost."""
     training.wait_for_world(3)
@@ -93,6 +95,7 @@ def start_kept(slurm, tmp_path, monkeypatch):
     assert list((tmp_path / ".nbelastic").iterdir()) == []
 
 
+@pytest.mark.soak(seconds=9)
 def test_jobs_outlive_a_kernel(slurm, start_kept):
     """The next kernel has the same jobs and the same generation. A removed host's job ends."""
     kernel = start_kept("one:1,two:1")
@@ -112,6 +115,7 @@ def test_jobs_outlive_a_kernel(slurm, start_kept):
     training.finish()
 
 
+@pytest.mark.soak(seconds=14)
 def test_a_queued_job_outlives_a_kernel(slurm, start_kept):
     """It keeps its place in the queue, which the status names, and joins when it starts. At the end a queued one is cancelled."""
     slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")

@@ -313,6 +313,7 @@ def test_ssh_to_a_host_that_hangs_is_killed(machines, monkeypatch):
     there.kill()
 
 
+@pytest.mark.soak(seconds=9)
 def test_a_stopped_host_is_given_up_after_some_seconds(machines, monkeypatch):
     """If nothing comes any more, as from a cut network, the tunnel ends; the agent may run on."""
     tunnel = machines.open()
