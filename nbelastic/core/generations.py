@@ -154,7 +154,7 @@ def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
 def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[WorkerId]:
     """Newcomers that may join. One that could not be joined before may join only if no other can, one at a time.
 
-    Without a world, all newcomers may join if `min` needs them.
+    If `min` needs them, all may join; but beside a world that trains not those that are held back.
     """
     readers = [w for w in cluster.newcomers if _holds_kept_state(cluster, w)]
     free = (cluster.newcomers - cluster.held_back.keys()) | readers
@@ -163,8 +163,9 @@ def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[Worker
         return free
     by_failures = sorted(failed_before, key=lambda w: (cluster.workers[w].failures, w))
     eligible = free - failed_before or by_failures[:1]
-    all_needed = cluster.stage is Stage.GATHERING and others + len(eligible) < cluster.limits.min
-    return cluster.newcomers if all_needed else eligible
+    if others + len(eligible) >= cluster.limits.min:
+        return eligible
+    return cluster.newcomers if cluster.stage is Stage.GATHERING else free
 
 
 def _holds_kept_state(cluster: ClusterState, w: WorkerId) -> bool:

@@ -328,6 +328,7 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
             newcomers = sorted(set(hosts) - set(survivors), key=lambda name: cluster.hosts[name].joined)
             by_seniority = list(dict.fromkeys(hosts)) == [*survivors, *newcomers]
             free = to or not before.hosts or any(cluster.hosts[w.host].moved_at for w in members)  # a store may decide
+            free = free or members[0] in before.leaving  # the only one with the training state stays, as rank 0
             if not (free or by_seniority):
                 yield f"the ranks go by {hosts}, not survivors {survivors} first, then newcomers {newcomers} by seniority"
             if root in receivers or not set(receivers) <= set(range(len(members))):

@@ -282,6 +282,19 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     assert len(story.names) == 5
 
 
+def test_newcomers_that_min_needs_come_together():
+    """A world is below a new `min`, and its newcomers could not be joined: they are left out, then tried together."""
+    story = with_stage(Stage.RUNNING)
+    story.scale(5, None).add("d:1").add("e:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
+    story._unsay(wid("b/0#1"), ev.WorkerPrepared)
+    mark = story.mark()
+    story.answer().wait(15.3)
+    assert len(story.records("newcomer-held")) == 2
+    story.quiet(5.0)
+    assert [len(command.formation.members) for command in story.commands(cmd.PrepareWorld, mark)] == [5]
+    assert len(story.names) == 5
+
+
 def test_a_removal_that_cannot_be_prepared_is_made_plainly():
     """A removal that cannot be prepared is made without preparation."""
     story = with_stage(Stage.RUNNING).remove("b")
