@@ -46,6 +46,7 @@ def end(training: AttachedTraining) -> None:
     training.cluster.stop()
 
 
+@pytest.mark.soak(share=0.5)
 def test_kernel_and_driver_die(kept):
     """Hosts behind ssh train on, and are connected to the next driver in the same generation."""
     kernel = kept()
@@ -82,6 +83,7 @@ def end_ssh_clients(kernel):
     return len(clients)
 
 
+@pytest.mark.soak(share=0.5)
 def test_kernel_driver_and_ssh_clients_die(kept):
     """The next driver opens the ssh connections again, and all hosts are there in the same generation; so without a death of its own."""
     kernel = kept()

@@ -37,6 +37,7 @@ def check_no_trace(training, worker, since):
     assert not alive(worker.pid)
 
 
+@pytest.mark.soak(share=0.5)
 def test_a_host_dies_and_comes_back(network, trains):
     """When all processes of a host are killed, the others lose no step; after its reboot the host joins by itself."""
     training = trains("h1:1,h2:1,h3:1", min=1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import psutil
+import pytest
 
 from nbelastic.cli.main import main
 from nbelastic.protocol.chaos import KINDS
 from tests.support.waiting import until
 
 
+@pytest.mark.soak(share=0.5)
 def test_a_training_survives_injected_faults(trains, capsys):
     """Workers are killed and stopped, and a host's agent is killed. Ctrl-C ends it: nothing stays stopped, nothing is lost.
 

@@ -1,7 +1,8 @@
 """The marker `soak` is for tests that take long by nature: floods, slow hosts, chaos, thousands of generated examples.
 
 `pytest -m soak` runs all of them. Without `-m soak` a random tenth of them runs, but no more than a minute of them:
-`soak(seconds=20)` says how long a test takes there. `--soak-seed` chooses which, and seeds hypothesis. The header of the
+`soak(seconds=20)` says how long a test takes there. One of some seconds has `soak(share=0.5)`: it runs in every second
+run on average, and is not part of that minute. `--soak-seed` chooses which, and seeds hypothesis. The header of the
 run and its summary of failures print the seed, so that a failure can be repeated. Naming a test on the command line
 (`file.py::test`) always runs it. Tests that only repeat themselves do so less often without `-m soak`: `repetitions`.
 """
@@ -84,11 +85,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if "soak" in config.option.markexpr or any("::" in argument for argument in config.args):
         return
-    long = {item.nodeid: _seconds(item) for item in items if item.get_closest_marker("soak")}
-    left_out = long.keys() - _drawn(long, config.option.soak_seed)
+    seed, marked = config.option.soak_seed, [item for item in items if item.get_closest_marker("soak")]
+    often = {item.nodeid: share for item in marked if (share := _share(item)) > SHARE}
+    long = {item.nodeid: _seconds(item) for item in marked if item.nodeid not in often}
+    left_out = long.keys() - _drawn(long, seed) | {name for name, share in often.items() if _lot(name, seed) >= share}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _share(item: pytest.Item) -> float:
+    """The part of the runs that include the test; the smallest, if several markers name one."""
+    return min(marker.kwargs.get("share", SHARE) for marker in item.iter_markers("soak"))
+
+
+def _lot(name: str, seed: int) -> float:
+    return random.Random(f"{seed} {name}").random()
 
 
 def _seconds(item: pytest.Item) -> float:
@@ -104,7 +116,7 @@ def _seconds(item: pytest.Item) -> float:
 
 def _drawn(seconds: dict[str, float], seed: int) -> set[str]:
     """A random tenth by the tests' names; of these, in random order, those for which there is time."""
-    lots = {name: random.Random(f"{seed} {name}").random() for name in seconds}
+    lots = {name: _lot(name, seed) for name in seconds}
     drawn, left = set[str](), MOST_SECONDS
     for name in sorted(lots, key=lots.__getitem__):
         if lots[name] < SHARE and seconds[name] <= left:

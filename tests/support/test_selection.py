@@ -101,6 +101,13 @@ def test_a_run_draws_a_minute_of_soak_tests(run):
     assert "test_it.py::test_longest takes 61 s, and a run draws 60 s of soak tests" in output
 
 
+def test_some_run_in_every_second_run(run):
+    """About half of those with a share of a half run; `-m soak` runs all of them."""
+    half = TESTS.replace("@pytest.mark.soak", "@pytest.mark.soak(share=0.5)")
+    assert 30 <= len(passed(run(half, "--soak-seed=1")[1])) - 1 <= 70
+    assert len(passed(run(half, "-m", "soak")[1])) == 100
+
+
 def test_all_soak_tests_run_when_asked_for(run):
     """By their marker, or by name; the marker leaves out all other tests."""
     assert passed(run(TESTS, "-m", "soak")[1]) == {f"test_long[{number}]" for number in range(100)}
