@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.replay import Started
@@ -28,8 +29,30 @@ REPORTED_AGAIN = (
     ev.WorkerRaised,
 )
 SAVE_SOON = 0.1  # seconds within which they are saved if no command follows from them
+# With many workers these come in thousands too. The driver saves once for all that wait in the inbox one after the other.
+IN_BATCHES = (
+    *REPORTED_AGAIN,
+    ev.AgentReady,
+    ev.Probed,
+    ev.WorkerRegistered,
+    ev.SetupEnded,
+    ev.LeaveAcknowledged,
+    ev.WorkerHalted,
+    ev.WorkerSucceeded,
+    ev.ProgramEnded,
+)
+BATCH = 256  # events at most, so that messages and other events do not wait for long
 Execute = Callable[[cmd.Command, float], None]
 AfterDecision = Callable[[ev.Event, ClusterState, tuple[cmd.Command, ...], float], None]
+
+
+class Decision(NamedTuple):
+    """The commands that an event at `now` led to, and the cluster state `before` it."""
+
+    event: ev.Event
+    before: ClusterState
+    commands: tuple[cmd.Command, ...]
+    now: float
 
 
 class Decisions:
@@ -82,10 +105,22 @@ class Decisions:
     async def run(self) -> None:
         """Decide on all events until the cluster has stopped."""
         while not self._inbox.empty():
-            self._decide(self._inbox.get_nowait())
+            self._decide_waiting(self._inbox.get_nowait())
         self._can_decide_now = True
         while self.cluster.phase != "finished":
-            self._decide(await self._inbox.get())
+            self._decide_waiting(await self._inbox.get())
+
+    def _decide_waiting(self, event: ev.Event) -> None:
+        """Decide on this event, and on those behind it in the inbox if they are of the kinds that come in thousands."""
+        reports: list[ev.Event] = []
+        while isinstance(event, IN_BATCHES) and len(reports) < BATCH - 1 and not self._inbox.empty():
+            reports.append(event)
+            event = self._inbox.get_nowait()
+        if isinstance(event, IN_BATCHES):
+            self._decide(*reports, event)
+        else:  # whether it is stale may depend on the commands before it
+            self._decide(*reports)
+            self._decide(event)
 
     def set_deadline_timer(self, now: float) -> None:
         """Post a tick at the core's next deadline."""
@@ -116,48 +151,58 @@ class Decisions:
         self._save_timer = None
         self._save()
 
-    def _decide(self, event: ev.Event) -> None:
-        if self._internal_errors.decision_failure:
-            self._stop_if_requested(event)
-            return
-        try:
-            self._step(event)
-        except Exception as error:  # noqa: BLE001  (a bug of ours: the training must go on)
-            self._on_failure(event, error)
+    def _decide(self, *events: ev.Event) -> None:
+        """Decide on these events, then carry out all decisions."""
+        decided: list[Decision] = []
+        for event in events:
+            if self._internal_errors.decision_failure:
+                self._stop_if_requested(event)
+                continue
+            now = self._clock.now()
+            try:
+                decided += self._step(event, now)
+            except Exception as error:  # noqa: BLE001  (a bug of ours: the training must go on)
+                self._carry_out(decided)
+                decided.clear()
+                self._event_log.note(event, now)  # for a replay
+                self._on_failure(event, error)
+        self._carry_out(decided)
 
     def _stop_if_requested(self, event: ev.Event) -> None:
         """After a failed decision: a request to stop the cluster ends the driver, which then ends all that it has started."""
         if isinstance(event, ev.StopRequested):
             self.cluster = ClusterState(self.cluster.limits, stopping=event.reason)
 
-    def _step(self, event: ev.Event) -> None:
+    def _step(self, event: ev.Event, now: float) -> list[Decision]:
+        """Decide on one event. Returns the decision, if there is something to carry out or to log."""
         if self._is_stale(event):
-            return
-        now = self._clock.now()
+            return []
         before = self.cluster
         if before.has_world:
             self._event_log.note_symptom(event, now)
-        try:
-            self.cluster, commands = step(before, event, now)
-        except Exception:
-            self._event_log.note(event, now)  # for a replay
-            raise
+        self.cluster, commands = step(before, event, now)
         if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):
             # A waiting node sends this event twice a second: it is neither logged nor published.
             for command in commands:
                 self._execute(command, now)
+            return []
+        return [Decision(event, before, commands, now)]
+
+    def _carry_out(self, decided: Sequence[Decision]) -> None:
+        """Save, log the events, execute the commands, and publish the state."""
+        if not decided:
             return
-        error = call_each(
-            [
-                # First: if the driver is killed now, it has announced nothing that the next driver cannot know.
-                self._save if commands or not isinstance(event, REPORTED_AGAIN) else self._save_soon,
-                partial(self._event_log.note, event, now),
-                *(partial(self._execute, command, now) for command in commands),
-                *([self._save] if commands else []),  # the processes that were started
-            ]
-        )
+        has_commands = any(decision.commands for decision in decided)
+        saves = has_commands or not all(isinstance(decision.event, REPORTED_AGAIN) for decision in decided)
+        # First: if the driver is killed now, it has announced nothing that the next driver cannot know.
+        calls: list[Callable[[], object]] = [self._save if saves else self._save_soon]
+        for event, _, commands, now in decided:
+            calls.append(partial(self._event_log.note, event, now))
+            calls += (partial(self._execute, command, now) for command in commands)
+        error = call_each([*calls, *([self._save] if has_commands else [])])  # at last the processes that were started
         if not self.cluster.suspects:
             self._event_log.clear_symptoms()
-        self._after_decision(event, before, commands, now)
+        for decision in decided:
+            self._after_decision(*decision)
         if error is not None:
-            raise error
+            self._on_failure(decided[-1].event, error)

@@ -304,7 +304,8 @@ class Driver:
     ) -> None:
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
-            addresses = tuple(at.address for name in sorted(starting) for at in self.cluster.hosts[name].addresses)
+            hosts = (self.cluster.hosts[name] for name in sorted(starting) if name in self.cluster.hosts)
+            addresses = tuple(at.address for host in hosts for at in host.addresses)
             self._components.workers.send(self.cluster.members, worker_messages.AllowPeers(addresses))
         if self.cluster.removed_workers != before.removed_workers:
             lost = before.workers.keys() - self.cluster.workers.keys()

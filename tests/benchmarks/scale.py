@@ -75,7 +75,7 @@ class Scale:
                 return time.monotonic(), cpu
             if time.monotonic() > end:
                 raise TimeoutError(f"{what}: {phase}, {ready} ready, {len(members)} members after {PATIENCE:g} s")
-            time.sleep(0.02)
+            time.sleep(max(0.02, self.size / 100_000))  # looking takes time of the driver
 
     def submit(self) -> None:
         self._driver.send("submit")

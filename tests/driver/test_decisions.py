@@ -1,0 +1,111 @@
+"""The driver's inbox: events that wait there together are decided on one after the other, and saved once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nbelastic.core import commands as cmd
+from nbelastic.driver import decisions
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.decisions import BATCH, Decisions
+from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.internal_errors import InternalErrors
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.ids import HostSpec
+from tests.core.story import wid
+
+HOSTS = [HostSpec(f"h{number}", 2) for number in range(300)]
+
+
+class Watched(Decisions):
+    """Decisions whose steps are noted in this order: `save`, executed commands, and events after their decisions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.done: list[object] = []
+        self.failures: list[ev.Event] = []
+        self.log = folder / "events.jsonl"
+        errors = InternalErrors("here", lambda _: None)
+
+        def fail(event: ev.Event, error: Exception) -> None:
+            self.failures.append(event)
+            errors.report_decision_failure(event, error)
+
+        super().__init__(
+            Limits(min=1),
+            Clock(3600.0),
+            EventLog(self.log),
+            errors,
+            is_stale=lambda _: False,
+            save=lambda: self.done.append("save"),
+            execute=lambda command, _: self.done.append(command),
+            after_decision=lambda event, *_: self.done.append(event),
+            on_failure=fail,
+        )
+
+    def start(self, event: ev.Event) -> None:
+        self._decide(event)
+        self.done.clear()
+
+
+@pytest.fixture
+def driver(tmp_path):
+    made = Watched(tmp_path)
+    yield made
+    made.close()
+    made._event_log.close()
+
+
+def decide(driver, *events):
+    """Put these events into the inbox and decide on all of them. Returns the steps."""
+    for event in events:
+        driver.post(event)
+    while not driver._inbox.empty():
+        driver._decide_waiting(driver._inbox.get_nowait())
+    return driver.done
+
+
+def test_events_that_wait_together_are_saved_once(driver):
+    """Of 300 agents that have connected together, 256 start their workers after one save."""
+    driver.start(ev.HostsDiscovered(tuple(HOSTS)))
+    agents = [ev.AgentReady(host.name, 1) for host in HOSTS]
+    done = decide(driver, *agents)
+    assert len([step for step in done if isinstance(step, cmd.StartWorker)]) == 2 * len(HOSTS)
+    first = done.index(next(step for step in done if isinstance(step, ev.AgentReady)))
+    assert done[0] == "save"
+    assert done[:first].count("save") == 2
+    assert len([step for step in done[:first] if isinstance(step, cmd.StartWorker)]) == 2 * BATCH
+    assert [step for step in done if isinstance(step, ev.AgentReady)] == agents
+
+
+def test_other_events_are_decided_on_alone(driver):
+    """The commands of earlier events are executed before an event that is not one of thousands."""
+    driver.start(ev.HostsDiscovered(tuple(HOSTS[:2])))
+    first, lost = ev.AgentReady("h0", 1), ev.AgentLost("h1", "gone")
+    done = decide(driver, first, lost, ev.AgentReady("h1", 1))
+    kinds = [step for step in done if step in (first, lost) or isinstance(step, cmd.StartWorker)]
+    assert kinds[:4] == [cmd.StartWorker(wid("h0/0#1")), cmd.StartWorker(wid("h0/1#1")), first, lost]
+
+
+def test_a_fault_in_a_decision_leaves_those_before_it(driver, monkeypatch):
+    """What was decided before the fault is saved and executed, and the log names the event that caused the fault."""
+    step = decisions.step
+
+    def failing(cluster, event, now):
+        if event == ev.AgentReady("h1", 1):
+            raise KeyError("h1")
+        return step(cluster, event, now)
+
+    driver.start(ev.HostsDiscovered(tuple(HOSTS[:3])))
+    monkeypatch.setattr(decisions, "step", failing)
+    done = decide(driver, *(ev.AgentReady(f"h{number}", 1) for number in range(3)))
+    assert [step for step in done if isinstance(step, cmd.StartWorker)] == [
+        cmd.StartWorker(wid("h0/0#1")),
+        cmd.StartWorker(wid("h0/1#1")),
+    ]
+    assert driver.failures == [ev.AgentReady("h1", 1)]
+    lines = driver.log.read_text().splitlines()
+    assert [json.loads(line)["event"]["host"] for line in lines if "AgentReady" in line] == ["h0", "h1"]
