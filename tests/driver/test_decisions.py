@@ -91,7 +91,7 @@ def test_other_events_are_decided_on_alone(driver):
 
 
 def test_a_fault_in_a_decision_leaves_those_before_it(driver, monkeypatch):
-    """What was decided before the fault is saved and executed, and the log names the event that caused the fault."""
+    """Decisions before the fault are saved and executed, and the log names the event that caused the fault."""
     step = decisions.step
 
     def failing(cluster, event, now):
