@@ -12,6 +12,18 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torchmetrics import Metric
 
+from nbelastic.state.user_words import UserWords
+
+USER_WORDS = UserWords(
+    {
+        "position": None,
+        "position.callbacks.": "",
+        "position.callbacks.ModelCheckpoint.dirpath": None,
+        "position.places": "the folders of its logs and checkpoints",
+    },
+    save="run the job with checkpoint=FOLDER, and read the checkpoint with torch.distributed.checkpoint",
+)
+
 
 class Position:
     """A value of the state: counters of the loops, states of callbacks, where loggers and checkpoints write."""
