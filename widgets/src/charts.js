@@ -24,6 +24,8 @@ export class Charts {
     /** @type {?KeyFrame} */
     this.state = null;
     this.unit = element("option", { value: "step" }, "step");
+    /** @type {?string} */
+    this.job = null;
     this.axis = element("select", { "aria-label": "Horizontal axis" }, this.unit, element("option", { value: "time" }, "time"));
     this.axis.addEventListener("change", () => this.setZoom(null));
     this.changes = ""; // how many changes of the world there were, in words
@@ -64,6 +66,8 @@ export class Charts {
   /** Draw the charts if anything has changed, and ask for the rows that are missing. */
   draw(/** @type {KeyFrame} */ state, /** @type {boolean} */ closed) {
     this.state = state;
+    if (state.job !== this.job) this.table = new ReportTable(); // a kernel that is busy answers for the new job only later
+    this.job = state.job;
     const progress = `${state.job}|${state.step}|${state.outcome}`;
     const hasReports = this.table.rows.length > 0 || Object.keys(state.report).length > 0;
     const isDue = hasReports && progress !== this.answered && Date.now() - this.askedAt >= PERIOD;
@@ -75,9 +79,10 @@ export class Charts {
 
   ask(/** @type {string} */ progress) {
     this.askedAt = Date.now();
-    const { version, rows } = this.table;
+    const { table } = this;
+    const { version, rows } = table;
     this.connection.ask({ ask: "reports", version, count: rows.length }, (answer) => {
-      if (answer.error !== undefined) return;
+      if (answer.error !== undefined || table !== this.table) return;
       this.answered = progress;
       if (answer.version !== this.table.version && answer.start) return; // an answer for an earlier version
       if (this.table.apply(answer)) this.redraw();
