@@ -28,7 +28,7 @@ from nbelastic.system.private_sockets import bind_in
 from tests.benchmarks.dashboard import HOSTS, wide
 
 PERIOD = 0.25  # seconds between two updates
-ATTACH = """
+ATTACH = """\
 from pathlib import Path
 import nbelastic as nbe
 from nbelastic.client.connection import Connection
