@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torchmetrics import Metric
 
+from nbelastic.integrations.lightning_logged import logged, restore_logged
 from nbelastic.state.user_words import UserWords
 
 USER_WORDS = UserWords(
@@ -42,6 +43,7 @@ class Position:
             "places": self.places(),
             "validates": self.validates,
             "stops": self._trainer.should_stop,
+            "logged": logged(self._trainer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -51,6 +53,8 @@ class Position:
                 one.load_state_dict(copy.deepcopy(state["callbacks"][one.state_key]))
         self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
         self.validates, self._trainer.should_stop = state["validates"], state["stops"]
+        if state["logged"] is not None:
+            restore_logged(self._trainer, state["logged"])
 
     def places(self) -> list[Any]:
         """Versions of loggers and folders of checkpoints: each process has chosen its own, as no world was there."""
