@@ -32,7 +32,10 @@ class ClusterView:
         return self._link.is_lost
 
     def wait(self, world: int, timeout: float = 60.0) -> Status:
-        """Wait until `world` workers run in one world (or, with no job, are ready). WaitTimeoutError with the reason."""
+        """Wait until `world` workers run in one world or, with no job, are ready. WaitTimeoutError with the reason.
+
+        Each of them has answered since the call, so one that was just killed does not count. A script's workers are not asked.
+        """
         status: Status = self._link.ask(requests.WaitForWorld(world), timeout, f"a world of {world}", cancel=True)
         return status
 

@@ -215,15 +215,19 @@ class Job:
                 yield line.text if is_single else f"{w} | {line.text}"
 
     def _repr_html_(self) -> str:
-        """For a notebook. A running job has no numbers here, as stored outputs are compared when a notebook is tested."""
-        head = f"<div><strong>{escape(self.name)}</strong>: {self.status}</div>"
+        """For a notebook, where the text stays after the job's end: of a running job it says what is true then too.
+
+        It has no numbers, as stored outputs are compared when a notebook is tested.
+        """
+        name = f"<strong>{escape(self.name)}</strong>"
+        head = f"<div>{name}: {self.status}</div>"
         error = self._copy.future.exception() if self.done() else None
         if isinstance(error, JobError):
             return head + error._repr_html_()
         if error is not None or self.done():
             return f"{head}<div>{escape(str(error))}</div>" if error else head
         waits, logs, stops = (f"<code>%elastic_{name}</code>" for name in ("wait", "logs", "stop --job"))
-        return f"{head}<div>{waits} waits for its end, {logs} prints its output, {stops} stops it.</div>"
+        return f"<div>{name} has begun.</div><div>{waits} waits for its end, {logs} prints its output, {stops} stops it.</div>"
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: {self.status}>"

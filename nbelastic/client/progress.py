@@ -37,7 +37,7 @@ def describe_progress(status: Status) -> str:
         _worker_count(status),
         _restart_count(status),
         _step_count(status),
-        _speed(rate),
+        _speed(rate, unit(status)),
         _remaining_time(status, rate),
         *reported,
     )
@@ -55,12 +55,17 @@ def _restart_count(status: Status) -> str:
     return f"{count} restart{'' if count == 1 else 's'}" if count else ""
 
 
+def unit(status: Status) -> str:
+    """What the progress counts: commits, which are steps unless the program reports a step of its own, as Lightning does."""
+    return "commit" if "step" in status.report else "step"
+
+
 def _step_count(status: Status) -> str:
-    return f"step {status.step:,}" + (f" of {status.total:,}" if status.total is not None else "")
+    return f"{unit(status)} {status.step:,}" + (f" of {status.total:,}" if status.total is not None else "")
 
 
-def _speed(rate: float) -> str:
-    return f"{rate:,.1f} steps/s" if rate >= 1 else f"{rate:.2g} steps/s" if rate > 0 else ""
+def _speed(rate: float, counted: str) -> str:
+    return f"{rate:,.1f} {counted}s/s" if rate >= 1 else f"{rate:.2g} {counted}s/s" if rate > 0 else ""
 
 
 def _remaining_time(status: Status, rate: float) -> str:

@@ -52,14 +52,14 @@ class JobRun:
             self._add_line(output, as_displayed(text))
         unfinished = drop_replaced_frames(unfinished)[-LONGEST_UNFINISHED_LINE:]
         if unfinished != before or (complete and unfinished):
-            printed.set_unfinished(w, Line(0, stream, unfinished, output.rank))
+            printed.set_unfinished(w, Line(0, stream, unfinished, output.rank, output.at))
 
     def _forget_output(self, worker: WorkerId) -> None:
         for stream in ("out", "err"):
             self._received_to.pop((worker, stream), None)
 
     def _add_line(self, output: messages.WorkerOutput, text: str) -> None:
-        line = Line(self.output.line_count + 1, output.stream, text, output.rank)
+        line = Line(self.output.line_count + 1, output.stream, text, output.rank, output.at)
         self.output.add(output.worker, line)
 
     def add_outcome(self, worker: WorkerId, outcome: Outcome) -> None:

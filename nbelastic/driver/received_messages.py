@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, rank_text
@@ -99,7 +102,7 @@ class ReceivedMessages:
         if peer.startswith("node/"):
             if self.takeover is not None:
                 self.takeover.add_node_event(message)
-            self._scripts.receive(peer, message)
+            self._scripts.receive(peer, self._stamped(message))
             return
         match message:
             case agent_messages.NodeExited():
@@ -137,7 +140,7 @@ class ReceivedMessages:
                 if isinstance(message, worker_messages.ResultPiece):
                     self._state_pulls.receive_piece(message)
             case messages.WorkerOutput():
-                self._jobs.receive(message)
+                self._jobs.receive(self._stamped(message))
                 self._publish()
             case cell_messages.CellResult() | cell_messages.CellPiece() | cell_messages.StatePulled():
                 self._handle_cell_message(message)
@@ -151,6 +154,12 @@ class ReceivedMessages:
                 self._handle_event(message)
             case _:
                 raise TypeError(f"{peer} has sent {type(message).__name__}, which the driver does not know")
+
+    def _stamped(self, message: Any) -> Any:
+        """Output with the time at which it has arrived; other messages as they are."""
+        if not isinstance(message, messages.WorkerOutput):
+            return message
+        return replace(message, at=round(wall(self._clock.now()), 3))
 
     def _is_present_agent(self, peer: str, message: messages.Message | ev.Event) -> bool:
         """Whether its host has no other agent. One that has just connected gets the user's modules first."""

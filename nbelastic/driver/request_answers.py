@@ -11,7 +11,7 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import ClusterState, HostPhase, WorkerState
+from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver import change_requests
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.cells import Cells
@@ -29,6 +29,7 @@ from nbelastic.driver.stack_dumps import collect_stack_dumps
 from nbelastic.driver.state_pulls import StatePulls
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
+from nbelastic.driver.world_waits import WorldWaits, ready
 from nbelastic.errors import HostError, UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
@@ -39,7 +40,7 @@ from nbelastic.protocol.status import Status
 
 def ready_workers(cluster: ClusterState) -> int:
     """How many workers can run code."""
-    return sum(worker.state is WorkerState.READY for worker in cluster.workers.values())
+    return len(ready(cluster))
 
 
 def has_ready_workers(cluster: ClusterState, least: int) -> bool | None:
@@ -93,6 +94,7 @@ class RequestAnswers:
         self._post, self._record, self._save_arguments = post, record, save_arguments
         self._state_pulls, self._engines = state_pulls, engines
         self._debuggers, self._code_versions, self._faults = debuggers, code_versions, faults
+        self._world_waits = WorldWaits(workers, telemetry, pending, status)
 
     def answer(self, request: r.AnyRequest, future: Future[Any], on_piece: r.OnPiece = r.ignore_piece) -> None:
         """Resolve `future`, now or later, after calls of `on_piece`. Raises the error of an invalid request."""
@@ -100,7 +102,7 @@ class RequestAnswers:
             case r.WaitForStart(least=least):
                 self._pending.resolve(future, lambda cluster: has_ready_workers(cluster, least))
             case r.WaitForWorld(size=size):
-                self._pending.resolve(future, lambda cluster: self._status_at_size(cluster, size))
+                self._world_waits.wait(size, future)
             case r.Submit() | r.SubmitScript():
                 self._submit(request, future)
             case r.SendCode(version=version):
@@ -234,13 +236,6 @@ class RequestAnswers:
         self._engines.request(self._cluster())
         self._pending.resolve(future, self._engines.find)
         asyncio.get_running_loop().call_later(timeout, stop_waiting)
-
-    def _status_at_size(self, cluster: ClusterState, size: int) -> Status | None:
-        """The status if so many ranks train or, without a job, so many workers are ready; else None."""
-        if cluster.present_job:
-            status = self._status()
-            return status if status.world_size == size else None
-        return self._status() if ready_workers(cluster) == size else None
 
     def _submit(self, request: r.Submit | r.SubmitScript, future: Future[Any]) -> None:
         """Answer when the job has begun. A job that cannot be saved is refused."""

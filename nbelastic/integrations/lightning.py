@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from nbelastic.errors import UsageError
 from nbelastic.integrations.lightning_data import SharedSource
-from nbelastic.integrations.lightning_position import Position, Sums
+from nbelastic.integrations.lightning_position import USER_WORDS, Position, Sums
 from nbelastic.integrations.lightning_sharded import ElasticShardedFabricStrategy, ElasticShardedStrategy
 from nbelastic.integrations.lightning_strategy import (
     ElasticEnvironment,
@@ -118,6 +118,7 @@ class _ElasticFit:
         self._source.dataloader()  # makes the sampler
         self._from_checkpoint = self._fit_loop._loaded_from_state_dict
         self._state = trainer.strategy.make_state(sampler=self._source.sampler, position=self._position)
+        self._state._contents.user_words = USER_WORDS
         elastic(self._train)(self._state)
 
     def _train(self, state: TorchState | ShardedState) -> None:

@@ -12,6 +12,19 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torchmetrics import Metric
 
+from nbelastic.integrations.lightning_logged import logged, restore_logged
+from nbelastic.state.user_words import UserWords
+
+USER_WORDS = UserWords(
+    {
+        "position": None,
+        "position.callbacks.": "",
+        "position.callbacks.ModelCheckpoint.dirpath": None,
+        "position.places": "the folders of its logs and checkpoints",
+    },
+    save="run the job with checkpoint=FOLDER, and read the checkpoint with torch.distributed.checkpoint",
+)
+
 
 class Position:
     """A value of the state: counters of the loops, states of callbacks, where loggers and checkpoints write."""
@@ -30,6 +43,7 @@ class Position:
             "places": self.places(),
             "validates": self.validates,
             "stops": self._trainer.should_stop,
+            "logged": logged(self._trainer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -39,6 +53,8 @@ class Position:
                 one.load_state_dict(copy.deepcopy(state["callbacks"][one.state_key]))
         self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
         self.validates, self._trainer.should_stop = state["validates"], state["stops"]
+        if state["logged"] is not None:
+            restore_logged(self._trainer, state["logged"])
 
     def places(self) -> list[Any]:
         """Versions of loggers and folders of checkpoints: each process has chosen its own, as no world was there."""

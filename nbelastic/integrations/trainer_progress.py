@@ -8,10 +8,23 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerControl
 
+from nbelastic.state.user_words import UserWords
+
 # Of the Trainer's state. The rest is set anew in each world, but the history, which is kept as text.
 KEPT = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+USER_WORDS = UserWords(  # arguments of the Trainer and of `train`
+    {
+        "optimizer.": "",
+        "optimizer.lr": "learning_rate",
+        "optimizer.initial_lr": "learning_rate",
+        "progress.": None,
+        "progress.learning_rates": "learning_rate",
+        "progress.global_batch": "global_batch",
+    },
+    save="trainer.save_model(FOLDER) on all ranks writes the model, while it trains in a cell with %%elastic_px --at-commit",
 )
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 

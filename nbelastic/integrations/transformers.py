@@ -17,7 +17,7 @@ from nbelastic.integrations.accelerate_sharding import sharding_plugin, unchange
 from nbelastic.integrations.elastic_trainer import ElasticTrainer, Run, Steps, data_of
 from nbelastic.integrations.global_batches import GlobalBatches
 from nbelastic.integrations.label_counts import ignores_label_count
-from nbelastic.integrations.trainer_progress import TrainerProgress
+from nbelastic.integrations.trainer_progress import USER_WORDS, TrainerProgress
 from nbelastic.integrations.trainer_sharding import Sharding, allow_fsdp
 from nbelastic.programs.elastic import elastic, frameworks
 from nbelastic.sharded.state import ShardedState
@@ -55,6 +55,7 @@ def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
     else:
         state = TorchState(model=trainer.model, optimizer=trainer.optimizer, **values)
         run = Run(state, progress)
+    state._contents.user_words = USER_WORDS
     accumulated = trainer.args.gradient_accumulation_steps
     with _elastic(trainer, run):
         return elastic(_train_in_this_world)(state, trainer, accumulated)

@@ -51,6 +51,12 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
             unsubscribe()
         super().close()
 
+    def send_state(self, key: Any = None) -> None:
+        """Send values as they are: ipywidgets would search all of them for buffers, which they do not have."""
+        state = self.get_state(key=key)
+        if state:
+            self._send({"method": "update", "state": state, "buffer_paths": []})
+
     def __repr__(self) -> str:
         """Describe the cluster without an address, so that stored outputs of a notebook can be compared."""
         return stable_text(self._feed.status)

@@ -126,12 +126,13 @@ class Writer(NamedTuple):
 
 
 class OutputLine(NamedTuple):
-    """A line of output. `writers`: runs `[first, last]` of places in the answer's `speakers`."""
+    """A line of output. `writers`: runs `[first, last]` of places in the answer's `speakers`. `time`: seconds since 1970."""
 
     number: int
     stream: str
     text: str
     writers: list[list[int]]
+    time: float = 0.0
 
 
 class StackGroup(TypedDict):

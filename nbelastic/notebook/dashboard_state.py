@@ -5,6 +5,7 @@ Pure functions of a `Status` and the last events. A view that is opened later re
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ class DashboardState:
         self.change: Json = {}
         self._shown: Mapping[str, Any] = {}
         self._whole = False
+        self._size = 0  # bytes of JSON of the newest state that was measured: a large one is measured rarely
         self._summary: tuple[int, JobSummary | None] = 0, None  # of so many events
 
     def send_key_frame(self) -> None:
@@ -72,9 +74,12 @@ class DashboardState:
         self._shown = view
         time = round(status.time, 3)
         change = merge_patch({name: value for name, value in self.state.items() if name not in ("n", "time")}, view)
-        sizes = [len(msgspec.json.encode(each)) for each in (change, view)]
+        size = len(msgspec.json.encode(change))
         whole, self._whole = self._whole, False
-        if whole or self.state["n"] == 0 or sizes[1] <= MAX_WHOLE or sizes[0] > sizes[1] // 2:
+        if whole or self._size <= MAX_WHOLE or size > self._size // 2:
+            self._size = len(msgspec.json.encode(view))
+            whole = whole or self._size <= MAX_WHOLE or size > self._size // 2
+        if whole:
             self.state = {"n": self.state["n"] + 1, "time": time, **view}
             self.change = {}
         else:
@@ -149,6 +154,8 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> Json:
     out: Json = {name: None for name, value in old.items() if value is not None and new.get(name) is None}
     for name, value in new.items():
         before = old.get(name)
+        if value is before:
+            continue
         if isinstance(value, dict) and isinstance(before, dict):
             inner = merge_patch(before, value)
             if inner:
@@ -169,7 +176,7 @@ def _host(host: HostStatus, workers: dict[str, WorkerRow], copies: dict[str, Wor
         "cpu": None if host.cpu is None else round(host.cpu),
         "memory": _megabytes(host.memory),
         "memory_total": _megabytes(host.memory_total),
-        "gpus": [_gpu(gpu) for gpu in host.gpus],
+        "gpus": _gpus(host.gpus),
         "slots_backoff_until": until,
         "workers": workers,
     }
@@ -178,6 +185,11 @@ def _host(host: HostStatus, workers: dict[str, WorkerRow], copies: dict[str, Wor
     if host.ends_in is not None:
         shown["ends_at"] = round(now + host.ends_in, 1)
     return shown
+
+
+@functools.lru_cache(maxsize=1024)  # most hosts have no news
+def _gpus(gpus: tuple[GpuStatus, ...]) -> list[Gpu]:
+    return [_gpu(gpu) for gpu in gpus]
 
 
 def _gpu(gpu: GpuStatus) -> Gpu:

@@ -14,12 +14,13 @@ CLOSE = 200  # equal lines of different workers are folded within so many lines;
 
 
 class Folded(Struct):
-    """A line and all workers that printed it; `number` is that of the newest."""
+    """A line and all workers that printed it; `number` is that of the newest, `time` that of the first."""
 
     number: int
     stream: str
     text: str
     writers: list[Writer]
+    time: float = 0.0
 
 
 def fold_lines(lines: Iterable[tuple[str, Line]], most: float = float("inf")) -> list[Folded]:
@@ -41,7 +42,7 @@ def fold_lines(lines: Iterable[tuple[str, Line]], most: float = float("inf")) ->
             known.append(at)
             while known[0] < at - CLOSE:
                 known.popleft()
-            folded.append(Folded(line.number, line.stream, line.text, []))
+            folded.append(Folded(line.number, line.stream, line.text, [], line.time))
         folded[at].writers.append(Writer(worker, line.rank))
         folded[at].number = max(folded[at].number, line.number)
         last[worker] = at
@@ -53,7 +54,10 @@ def pack_lines(groups: Sequence[Sequence[Folded]]) -> tuple[list[Writer], list[l
     writers = sorted({w for lines in groups for line in lines for w in line.writers}, key=_by_rank)
     place = {writer: i for i, writer in enumerate(writers)}
     rows = [
-        [OutputLine(line.number, line.stream, line.text, _runs([place[w] for w in line.writers])) for line in lines]
+        [
+            OutputLine(line.number, line.stream, line.text, _runs([place[w] for w in line.writers]), line.time)
+            for line in lines
+        ]
         for lines in groups
     ]
     return writers, rows

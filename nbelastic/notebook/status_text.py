@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Self
 
+from nbelastic.client.progress import unit
 from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 from nbelastic.system.tables import html_table, text_table
@@ -131,9 +132,9 @@ def _progress(status: Status) -> list[str]:
     """Return the lines of the job, if there is a job."""
     if not status.job:
         return []
-    parts = [f"{status.job} {status.outcome or 'running'}", f"step {status.step}"]
+    parts = [f"{status.job} {status.outcome or 'running'}", f"{unit(status)} {status.step}"]
     if _training(status) and status.steps_per_second is not None:
-        parts.append(f"{status.steps_per_second:.1f} steps/s")
+        parts.append(f"{status.steps_per_second:.1f} {unit(status)}s/s")
     line = " · ".join([*parts, *(f"{name} {_value(value)}" for name, value in status.report.items())])
     return [line, *_copies(status)]
 
@@ -185,7 +186,8 @@ def _workers(status: Status) -> Iterable[tuple[str, ...]]:
 
 def _worker_columns(status: Status) -> tuple[str, ...]:
     """Return the columns of the table of workers: with copies only if the job has any."""
-    return _WORKER_COLUMNS if status.copies is None else (*_WORKER_COLUMNS[:-1], "copies", _WORKER_COLUMNS[-1])
+    columns = tuple(unit(status) if column == "step" else column for column in _WORKER_COLUMNS)
+    return columns if status.copies is None else (*columns[:-1], "copies", columns[-1])
 
 
 def _worker_copies(worker: WorkerStatus) -> str:

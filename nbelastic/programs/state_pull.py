@@ -80,10 +80,7 @@ def values(state: State, name: str = "") -> Any:
     if name and name not in held:
         raise StateError(f"this state has no {name!r}; it holds {', '.join(held) or 'nothing'}.")
     if state._small_names is not None and name not in state._small_names:
-        raise StateError(
-            "the state is sharded, so no rank has all of it: save it with state.save(FOLDER) or checkpoint=FOLDER, "
-            "and read it with torch.distributed.checkpoint."
-        )
+        raise StateError(f"the state is sharded, so no rank has all of it: {state._contents.user_words.save}.")
     found = {key: _plain(value) for key, value in held.items() if name in ("", key)}
     return found[name] if name else found
 

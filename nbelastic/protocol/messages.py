@@ -55,6 +55,7 @@ class WorkerOutput(Message):
     end: int
     job: str = ""
     rank: int | None = None  # the worker's rank at that time
+    at: float = 0.0  # when the driver has received it, in seconds since 1970; the driver sets it
 
 
 class Rehome(Message):

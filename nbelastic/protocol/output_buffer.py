@@ -17,13 +17,15 @@ MOST = 100_000  # lines kept of all workers, lost ones included; beyond it, the 
 class Line(NamedTuple):
     """A line that a worker printed to `stream` ("out" or "err") as `rank`.
 
-    `number`: among all lines of the job, from 1; 0 for an unfinished line, such as a progress bar.
+    `number`: among all lines of the job, from 1; 0 for an unfinished line, such as a progress bar. `time`: when the driver has
+    received it, in seconds since 1970.
     """
 
     number: int
     stream: str
     text: str
     rank: int | None = None
+    time: float = 0.0
 
 
 class _Unfinished(NamedTuple):

@@ -95,9 +95,10 @@ class ReportHistory:
         self._known = replace(new, start=0, rows=kept + new.rows)
 
     def records(self) -> Iterator[dict[str, float | None]]:
-        """Each row as a dict."""
+        """Each row as a dict. Its place is a `commit` if the program reports a `step` of its own."""
         known = self._known
-        columns = PLACE + known.names
+        place = ("commit", *PLACE[1:]) if "step" in known.names else PLACE
+        columns = place + known.names
         for row in list(known.rows):
             yield dict(zip(columns, row + [None] * (len(columns) - len(row)), strict=True))
 

@@ -36,7 +36,7 @@ class WaitForStart(Request):
 
 
 class WaitForWorld(Request):
-    """Answer with the Status when `size` workers run in one world or, without a job, are ready."""
+    """Answer with the Status when `size` workers run in one world or, without a job, are ready, and have answered since."""
 
     size: int
 

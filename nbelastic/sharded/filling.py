@@ -18,6 +18,7 @@ from nbelastic.sharded.refill import check_fits, equalize, refill, run_in_order
 from nbelastic.sharded.resharding import moves
 from nbelastic.sharded.takeover import Taken, common_parameters, is_taken_over, new_buffers, taken_record
 from nbelastic.sharded.whole_commits import Choice
+from nbelastic.state.user_words import UserWords
 from nbelastic.worker import ranks
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
@@ -50,19 +51,19 @@ class Filling:
         self.first_values()
         self._equalize(self.layout)
 
-    def restore(self, choice: Choice, held: Holdings, program: Record) -> Taken:
-        """Set the values of a commit; returns its small values. `program`: the record of the present program.
+    def restore(self, choice: Choice, held: Holdings, program: Record, words: UserWords) -> Taken:
+        """Set the values of a commit; returns its small values. `program`: the record of the present program, `words`: its user's.
 
         StateError if the program has made the commit with other models. A commit of an earlier program is taken over.
         """
         record, old = held.records[choice.commit], held.layouts[choice.commit.generation]
         if is_taken_over(record, program["number"]):
-            return self._take_over(choice, held, program)
+            return self._take_over(choice, held, program, words)
         check_fits(old, self.layout, self._bound, record)
         self._fill(choice, held, old, record, is_part=False)
         return Taken(record, [])
 
-    def _take_over(self, choice: Choice, held: Holdings, program: Record) -> Taken:
+    def _take_over(self, choice: Choice, held: Holdings, program: Record, words: UserWords) -> Taken:
         """Set the values of a commit by name; what is new begins as the program makes it."""
         record, old = held.records[choice.commit], held.layouts[choice.commit.generation]
         common = common_parameters(old, self.layout)
@@ -71,7 +72,7 @@ class Filling:
             self._allocated = self._not_taken(common, record)
             self.first_values()
             self._equalize(only(self.layout, fresh))
-        taken = taken_record(record, self._bound, program, common)
+        taken = taken_record(record, self._bound, program, common, words)
         self._fill(choice, held, only(old, common), taken.record, is_part=True)
         return taken
 

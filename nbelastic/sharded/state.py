@@ -117,7 +117,7 @@ class ShardedState(State):
         elif choice is None:
             filling.begin()
         else:
-            taken = filling.restore(choice, held, self._program)
+            taken = filling.restore(choice, held, self._program, self._contents.user_words)
             self._set_small({**held.records[choice.commit], "small": {**taken.record["small"], **self._given}})
             if taken.notes and session.programs.on_trial:
                 session.programs.report_notes(taken.notes)

@@ -17,6 +17,7 @@ from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
 from nbelastic.state.takeover import describe_taken, merge
+from nbelastic.state.user_words import UserWords
 
 
 class Taken(NamedTuple):
@@ -71,10 +72,10 @@ def _fits(buffer: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and (buffer.shape, buffer.dtype) == (other.shape, other.dtype)
 
 
-def taken_record(record: Record, bound: Bound, program: Record, common: Collection[str]) -> Taken:
+def taken_record(record: Record, bound: Bound, program: Record, common: Collection[str], words: UserWords) -> Taken:
     """The record that fills `bound` with what it has in `common` with the commit of `record`.
 
-    `program` is the record of the present program.
+    `program` is the record of the present program, `words` its `Contents.user_words`.
     """
     theirs, settings, buffers = record["program"], bound.settings(), bound.buffers()
     same = {name for name, kind in program["kinds"].items() if theirs["kinds"].get(name) == kind}
@@ -110,4 +111,4 @@ def taken_record(record: Record, bound: Bound, program: Record, common: Collecti
     optimizers = [name for name in settings if name in theirs["kinds"] and name not in same]
     had = {*theirs["initial"], *record["buffers"]}
     missing = sorted(had - {*program["initial"], *buffers})
-    return Taken(taken, describe_taken(small, parameters + optimizers, missing))
+    return Taken(taken, describe_taken(small, parameters + optimizers, missing, words))

@@ -14,6 +14,7 @@ from nbelastic.state.layout import Layout
 from nbelastic.state.optimizers import frozen
 from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
+from nbelastic.state.user_words import UserWords
 
 LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)  # all other values are small
 Buffer = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]  # the submodule's buffers, the name, the tensor
@@ -24,6 +25,7 @@ class Contents:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.user_words = UserWords()  # of values that an integration has put into the state
         self.names: dict[torch.Tensor, str] = {}  # of all parameters
         self.layout = Layout()
         self.grouped = 0  # how many parameters the optimizers' groups had at the survey

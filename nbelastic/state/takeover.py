@@ -17,6 +17,7 @@ from nbelastic.state.optimizers import frozen
 from nbelastic.state.state import State
 from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
+from nbelastic.state.user_words import UserWords, in_users_words
 
 MOST = 4  # names in one note
 LONG = 40  # characters; longer names come last
@@ -53,13 +54,14 @@ def take_over(new: State, old: State, base: Mapping[str, Any], edited: Mapping[s
     new.commits, new._began_at = old.commits, old.commits
     new._record_all()
     unequal = bool(tensors or entries or small.fresh or small.own)
-    return Taken(describe_taken(small, tensors + entries, missing), unequal)
+    return Taken(describe_taken(small, tensors + entries, missing, new._contents.user_words), unequal)
 
 
-def describe_taken(small: Merged, parameters: list[str], missing: list[str]) -> list[str]:
+def describe_taken(small: Merged, parameters: list[str], missing: list[str], words: UserWords) -> list[str]:
     """What the user should know. `parameters`: names of those that are new, `missing`: of values that no state has any more."""
-    notes = listed("starts fresh with", small.fresh) + listed("sets", small.own)
-    return notes + listed("has new parameters", parameters) + listed("does not take over", missing)
+    fresh, own, lacking = (in_users_words(names, words) for names in (small.fresh, small.own, missing))
+    notes = listed("starts fresh with", fresh) + listed("sets", own)
+    return notes + listed("has new parameters", parameters) + listed("does not take over", lacking)
 
 
 def _check_kinds(new: State, old: State) -> None:

@@ -120,6 +120,22 @@ def test_the_reports_can_be_saved(view, clock):
     assert len(text.splitlines()) == 3
 
 
+def test_a_job_that_reports_nothing_has_not_the_charts_of_the_one_before(view, clock):
+    """They go as soon as the new job has begun, also while the kernel is busy and does not answer."""
+    open_view(view, clock, reports())
+    expect(chart(view, "loss from")).to_be_visible()
+    view.page.evaluate("() => { model.answers.reports = null }")
+    view.patch(step=401)
+    clock.run_for(1500)
+    late = view.last_id("ask")
+    view.patch(job="job-2", outcome="failed", step=0, report={"loss": None, "accuracy": None, "lr": None})
+    clock.run_for(100)
+    expect(view.page.locator(".nbe-charts")).to_be_hidden()
+    view.page.evaluate("answer => model.deliver(answer)", {**reports(), "reply": late})
+    clock.run_for(100)
+    expect(view.page.locator(".nbe-charts")).to_be_hidden()
+
+
 def test_another_job_begins_with_empty_charts(view, clock):
     """Its reports have another version, and replace those of the job before."""
     open_view(view, clock, reports())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from fake_view import button, panel
 from playwright.sync_api import expect
-from view_samples import ANSWERS, logs, state
+from view_samples import ANSWERS, NOW, logs, state
 
 pytestmark = pytest.mark.browser
 
@@ -69,6 +70,24 @@ def test_an_error_of_the_logs_disappears_with_the_next_answer(view):
     expect(tab).to_contain_text("0 lines of job-1")
 
 
+def test_lines_have_times(view):
+    """A button shows when each line has arrived; the day is in its tooltip. A line without an end has none."""
+    view.open(
+        state(), {**ANSWERS, "logs": logs((0, "out", "one"), (1, "out", "two"), unfinished=[([[0, 0]], "err", "50%")])}
+    )
+    times = panel(view, "Logs").locator(".nbe-time")
+    expect(times).to_have_count(3)
+    expect(times.first).to_be_hidden()
+    button(view, "Times").click()
+    expect(button(view, "Times")).to_have_attribute("aria-pressed", "true")
+    shown = times.all_text_contents()
+    assert shown == [time.strftime("%H:%M:%S", time.localtime(NOW + n)) for n in (1, 2)] + [""]
+    expect(times.first).to_be_visible()
+    expect(times.first).to_have_attribute("title", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(NOW + 1)))
+    button(view, "Times").click()
+    expect(times.first).to_be_hidden()
+
+
 def test_lines_are_searched_in_any_case(view):
     """Upper and lower case are equal."""
     view.open(state(), {**ANSWERS, "logs": logs((0, "out", "Loss 2.3"), (0, "out", "accuracy 0.1"))})
@@ -108,7 +127,7 @@ def test_a_new_job_begins_with_an_empty_log(view):
 
 
 def test_earlier_lines_are_shown_searched_and_saved(view):
-    """The view asks on while there are more lines, and has 10,000. A file has all of them, with their ranks."""
+    """The view asks on while there are more lines, and has 10,000. A file has all of them, with their times and ranks."""
     pages = [[(0, "out", f"line {i}") for i in range(n, n + 6000)] for n in (0, 6000)]
     answers = [logs(*pages[0], more=True), logs(*pages[1], (1, "err", "the end"), first=6001)]
     view.open(state(), {**ANSWERS, "logs": answers})
@@ -130,7 +149,10 @@ def test_earlier_lines_are_shown_searched_and_saved(view):
         button(view, "Save").click()
     assert download.value.suggested_filename == "job-1.log"
     text = download.value.path().read_text().splitlines()
-    assert (len(text), text[0], text[-1]) == (10_000, "rank 0 | line 2001", "rank 1 err | the end")
+    assert [line[20:] for line in (text[0], text[-1])] == ["rank 0 | line 2001", "rank 1 err | the end"]
+    assert len(text) == 10_000
+    assert text == sorted(text, key=lambda line: line[:19])
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d rank 0 ", text[0])
     button(view, "Follow").click()
     view.page.get_by_label("Search the lines").fill("")
     expect(lines).to_have_count(1000)

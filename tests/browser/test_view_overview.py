@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_view import panel
 from playwright.sync_api import expect
-from view_samples import ANSWERS, NOW, event, host, logs, sharded, state, worker
+from view_samples import ANSWERS, NOW, event, host, logs, reports, sharded, state, worker
 
 pytestmark = pytest.mark.browser
 
@@ -22,6 +22,23 @@ def test_the_overview_shows_what_matters(view, clock):
     expect(view.root).to_contain_text("3 min since the last failure")
     clock.fast_forward(60_000)
     expect(view.root).to_contain_text("4 min since the last failure")
+
+
+def test_a_program_with_a_step_of_its_own_has_commits(view, clock):
+    """Lightning reports its own step, and commits more often: figures, workers and charts name the count of commits."""
+    answer = reports()
+    answer["names"][0] = "step"
+    newest = {"commit": 1200, "made_at": NOW - 180, "size": 35.2, "every": 100}
+    report = {"loss": 0.21, "step": 1200.0}
+    first = state(total=10_000, report=report, steps_per_second=50.0, checkpoints=newest)
+    view.open(first, {**ANSWERS, "reports": answer})
+    clock.run_for(100)
+    names = view.page.locator(".nbe-facts").first.locator("dt").all_text_contents()
+    assert {"Commit", "Commits per second", "step"} <= {*names}
+    assert not {"Step", "Steps per second"} & {*names}
+    expect(view.page.get_by_role("progressbar")).to_have_attribute("aria-valuetext", "1,234 of 10,000 commits")
+    expect(view.page.get_by_label("Horizontal axis")).to_contain_text("commit")
+    expect(view.page.get_by_role("img", name="commits per second from")).to_be_visible()
 
 
 def test_the_overview_shows_what_failures_have_cost(view):

@@ -115,9 +115,9 @@ ANSWERS = {
 
 
 def logs(*lines, first=1, job="job-1", unfinished=(), speakers=WRITERS, more=False):
-    """An answer with these lines, each given as a rank, a stream and a text."""
-    numbered = [[n, stream, text, [[rank, rank]]] for n, (rank, stream, text) in enumerate(lines, first)]
-    pending = [[0, stream, text, runs] for runs, stream, text in unfinished]
+    """An answer with these lines, each given as a rank, a stream and a text; one per second."""
+    numbered = [[n, stream, text, [[rank, rank]], NOW + n] for n, (rank, stream, text) in enumerate(lines, first)]
+    pending = [[0, stream, text, runs, NOW] for runs, stream, text in unfinished]
     rest = {"next": first + len(lines) - 1, "more": more, "writers": WRITERS, "speakers": speakers}
     return {"job": job, "lines": numbered, "unfinished": pending, **rest}
 

@@ -98,6 +98,8 @@ class FakeWorker:
             case worker_messages.StopProgram(reason=reason) if self.busy:
                 self.generation = 0
                 self.end_program(f"JobStoppedError: {reason}")
+            case worker_messages.ShowStack(number=number):
+                self.send(worker_messages.StackShown(self.id, number, "", ""))
             case worker_messages.ConnectEngine():
                 self.connects = True
                 self.connect_engine()

@@ -94,6 +94,7 @@ def test_an_update_holds_only_changes(start_hostless):
         assert (second.events, second.setup_cells) == ([], None)
         (update,) = second.jobs
         assert [line.text for _, line in update.lines] == ["three"]
+        assert abs(update.lines[0][1].time - time.time()) < 10, "when the driver has received it"
         assert [line.text for _, line in update.unfinished] == [""]
     until(lambda: job.logs() == "a/0#1 | one\na/0#1 | two\na/0#1 | three")
 

@@ -119,6 +119,13 @@ def test_a_job_that_trains_says_how_far_it_is():
     )
 
 
+def test_a_program_with_a_step_of_its_own_has_commits():
+    """Lightning reports its own step, and commits more often: the count of commits has its name."""
+    text = describe_progress(replace(RUNNING, step=1240, report={"loss": 0.2321, "step": 1200.0}))
+    assert "commit 1,240 of 3,000 · 55.1 commits/s" in text
+    assert text.endswith("loss 0.232 · step 1,200")
+
+
 def test_restarts_are_counted():
     """The line has the restarts of all workers, if there are any."""
     workers = tuple(WorkerStatus(f"a/{i}#2", "a", i, i, i, 100 + i, "running", 0, i, "", "") for i in range(3))

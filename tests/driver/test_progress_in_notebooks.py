@@ -41,10 +41,11 @@ def test_a_wait_under_a_dashboard_shows_no_line(notebook, monkeypatch):
     assert job._progress_line() is not None
 
 
-def test_a_running_job_is_shown_without_numbers():
-    """Stored outputs are compared when a notebook is tested."""
+def test_a_running_job_is_shown_by_what_stays_true():
+    """The text is still under its cell when the job has ended. It has no numbers: stored outputs are compared in tests."""
     shown = job_of()._repr_html_()
-    assert shown.startswith("<div><strong>job-1</strong>: running</div>")
+    assert shown.startswith("<div><strong>job-1</strong> has begun.</div>")
+    assert "running" not in shown
     assert "<code>%elastic_logs</code>" in shown
 
 

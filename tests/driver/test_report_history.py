@@ -98,6 +98,13 @@ def test_reports_without_numbers_change_nothing():
     assert (made.rows, made.version) == (before, version)
 
 
+def test_a_program_may_report_a_step_of_its_own():
+    """A row then has both: the number of the commit, and the step that the program has reported."""
+    made = ReportHistory()
+    made.add((41, 1.0, 2, 4), {"loss": 0.5, "step": 35.0})
+    assert list(made.records()) == [{"commit": 41, "time": 1.0, "generation": 2, "size": 4, "loss": 0.5, "step": 35.0}]
+
+
 def test_values_that_are_missing_or_not_finite_are_gaps():
     """A mean leaves them out. Names beyond the sixteenth are not kept."""
     made = ReportHistory(None, 2)

@@ -158,13 +158,15 @@ def test_a_view_tails_the_output(cluster, dashboard, replies):
     nothing = {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "more": False, "writers": []}
     assert replies.pop() == {"reply": "q", **nothing}
     job = cluster.run_cell("")
-    job.lines = [(f"a/{n % 2}#1", Line(n, "out" if n % 3 else "err", f"line {n}", n % 2)) for n in range(1, 5)]
+    job.lines = [
+        (f"a/{n % 2}#1", Line(n, "out" if n % 3 else "err", f"line {n}", n % 2, 100.0 + n)) for n in range(1, 5)
+    ]
     job.unfinished = [(f"a/{n}#1", Line(0, "err", "50 %", n)) for n in range(2)]
     click(dashboard, {"ask": "logs", "id": "q", "worker": None, "since": 2})
     answer = replies.pop()
     assert answer["speakers"] == [("a/0#1", 0), ("a/1#1", 1)]
-    assert answer["lines"] == [(3, "err", "line 3", [[1, 1]]), (4, "out", "line 4", [[0, 0]])]
-    assert answer["unfinished"] == [(0, "err", "50 %", [[0, 1]])]
+    assert answer["lines"] == [(3, "err", "line 3", [[1, 1]], 103.0), (4, "out", "line 4", [[0, 0]], 104.0)]
+    assert answer["unfinished"] == [(0, "err", "50 %", [[0, 1]], 0.0)]
     assert (answer["job"], answer["next"], answer["writers"]) == ("job-1", 4, [("a/0#1", 0), ("a/1#1", 1)])
     click(dashboard, {"ask": "logs", "id": "q", "worker": "a/1#1", "since": 4})
     assert (replies[-1]["lines"], replies.pop()["next"]) == ([], 4)
@@ -183,7 +185,11 @@ def test_many_lines_are_sent_in_parts(cluster, dashboard, replies):
         since = parts[-1]["next"]
     assert [part["more"] for part in parts] == [True, True, False]
     sent = [
-        (rank, text) for part in parts for *_, text, runs in part["lines"] for a, b in runs for rank in range(a, b + 1)
+        (rank, text)
+        for part in parts
+        for *_, text, runs, _ in part["lines"]
+        for a, b in runs
+        for rank in range(a, b + 1)
     ]
     assert sorted(sent) == sorted((n % 2, text) for n, text in enumerate(texts))
 
@@ -197,8 +203,8 @@ def test_equal_lines_of_many_ranks_are_sent_once(cluster, dashboard, replies):
     ]
     click(dashboard, {"ask": "logs", "id": "q", "since": 0})
     answer = replies.pop()
-    assert [text for _, _, text, _ in answer["lines"]] == [f"step {step}" for step in range(300)]
-    assert all(runs == [[0, 63]] for _, _, _, runs in answer["lines"])
+    assert [text for _, _, text, *_ in answer["lines"]] == [f"step {step}" for step in range(300)]
+    assert all(runs == [[0, 63]] for *_, runs, _ in answer["lines"])
     assert (answer["next"], answer["lines"][-1][0]) == (64 * 300, 64 * 300)
 
 

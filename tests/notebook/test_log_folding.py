@@ -7,7 +7,9 @@ from nbelastic.protocol.output_buffer import Line
 
 
 def lines(*printed):
-    return [(worker, Line(n, stream, text, rank)) for n, (worker, stream, text, rank) in enumerate(printed, 1)]
+    return [
+        (worker, Line(n, stream, text, rank, float(n))) for n, (worker, stream, text, rank) in enumerate(printed, 1)
+    ]
 
 
 def test_equal_lines_close_together_are_one_and_each_order_is_kept():
@@ -33,8 +35,8 @@ def test_equal_lines_far_apart_are_two():
 
 
 def test_writers_are_sent_once_and_lines_name_them_by_runs():
-    """In the order of ranks; writers without a rank are last."""
+    """In the order of ranks; writers without a rank are last. A line has the time of its first writer."""
     printed = [("c", "out", "x", 2), ("a", "out", "x", 0), ("b", "out", "x", 1), ("s", "err", "y", None)]
     writers, (rows, none) = pack_lines((fold_lines(lines(*printed)), []))
     assert writers == [("a", 0), ("b", 1), ("c", 2), ("s", None)]
-    assert (rows, none) == ([(3, "out", "x", [[0, 2]]), (4, "err", "y", [[3, 3]])], [])
+    assert (rows, none) == ([(3, "out", "x", [[0, 2]], 1.0), (4, "err", "y", [[3, 3]], 4.0)], [])

@@ -43,6 +43,14 @@ def test_other_jobs_show_nothing_about_copies():
     assert "cop" not in repr(StatusView(status(worker(0))))
 
 
+def test_a_program_with_a_step_of_its_own_has_commits():
+    """The line of the job and the column of the workers name what they count."""
+    lines = repr(StatusView(replace(status(worker(0)), report={"step": 1200.0}))).splitlines()
+    assert lines[1] == "job-1 running · commit 1241 · step 1200"
+    assert "commit" in lines[-2]
+    assert "step" not in lines[-2]
+
+
 def test_before_the_first_whole_commit_the_line_says_so():
     """After a loss the memory is not known until the new world has copies."""
     first = replace(SHARDED, copies=CopiesStatus(None, 0.0, 0.0, 2_500_000, 1))

@@ -126,8 +126,11 @@ train(trainer, global_batch=6)
 """
 
 
-def test_a_new_program_sets_the_learning_rate_of_a_trainer(frameworks, tmp_path):
-    """Its schedule goes on with the new rate, also on a newcomer. The old program's progress bar is not drawn any more."""
+def test_a_new_program_sets_the_learning_rate_of_a_trainer(frameworks, tmp_path, capsys):
+    """Its schedule goes on with the new rate, also on a newcomer. A line names the argument that was edited.
+
+    The old program's progress bar is not drawn any more.
+    """
 
     def rates():
         found = "trainer.lr_scheduler.base_lrs, trainer.optimizer.param_groups[0]['lr'] <= 0.001"
@@ -140,6 +143,7 @@ def test_a_new_program_sets_the_learning_rate_of_a_trainer(frameworks, tmp_path)
     assert rates() == {"[0.003, 0.003] False\n"}
     frameworks.resume()
     frameworks.run_cell(old.replace("RATE", "0.001"), swap=True)
+    assert "the new program sets learning_rate.\n" in capsys.readouterr().out
     frameworks.wait(3)
     assert rates() == {"[0.001, 0.001] True\n"}
     bars = "from tqdm import tqdm\nprint(len(tqdm._instances))"

@@ -78,3 +78,47 @@ def test_fabric_trains_on(trains):
     results = disturb(training)
     check_is_as_undisturbed(training, results)
     assert "tensors are copied" not in training.job.logs()
+
+
+ONE_BATCH_PER_EPOCH = """
+import time, torch, lightning
+from lightning.pytorch.callbacks import EarlyStopping
+from nbelastic.integrations.lightning import fit
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, index):
+        time.sleep(0.05)  # in it the ranks are asked to leave: they do so at its commit, before the end of the epoch
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        assert 0 < self.trainer.callback_metrics["mean_loss"] < 1e6
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+data = torch.utils.data.DataLoader(torch.randn(3, 2), batch_size=3)
+stops = [EarlyStopping(name, patience=100_000) for name in ("loss", "mean_loss")]
+trainer = lightning.Trainer(max_epochs=100_000, default_root_dir=FOLDER, callbacks=stops, enable_progress_bar=False)
+fit(trainer, Module(), data)
+"""
+
+
+def test_a_newcomer_ends_the_epoch_with_the_others(make, tmp_path):
+    """It has made no batch of the epoch, and knows what the others have logged: early stopping needs it."""
+    cluster = make("localhost:2", min=1, preload=["lightning"])
+    job = cluster.run_cell(ONE_BATCH_PER_EPOCH.replace("FOLDER", repr(str(tmp_path))))
+    until(lambda: cluster.status().step > 5, what="first steps")
+    for _ in range(4):
+        cluster.restart(cluster.workers[1].id)
+        cluster.wait(2, timeout=30)
+        step = cluster.status().step
+        until(lambda n=step: job.done() or cluster.status().step > n + 10, what="steps with the newcomer")
+        assert not job.done(), job.exception()
+    job.stop()

@@ -44,6 +44,17 @@ def test_a_worker_dies(trains_on, which, sig):
     assert len(training.events("world-broken")) == 1
 
 
+@pytest.mark.on_both(never=True)
+def test_a_wait_right_after_a_kill_ends_with_the_next_world(trains_on):
+    """A wait for a world of three, right after one of three was killed, ends when its replacement trains."""
+    training = trains_on()
+    victim = training.wait_for_world(3)[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    world = {worker.pid for worker in training.cluster.wait(3, timeout=30).workers if worker.rank is not None}
+    assert len(world) == 3
+    assert victim.pid not in world
+
+
 @pytest.mark.soak(share=0.5)
 def test_a_rank_that_holds_the_interpreter_lock_is_not_replaced(trains):
     """An unresponsive worker whose process runs is not killed, even after three times `silence`: its world trains on."""

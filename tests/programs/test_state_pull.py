@@ -8,6 +8,7 @@ import torch
 import nbelastic as nbe
 from nbelastic.errors import StateError
 from nbelastic.programs.state_pull import values
+from nbelastic.state.user_words import UserWords
 from nbelastic.system import pickling
 
 
@@ -40,4 +41,12 @@ def test_a_sharded_state_is_refused_in_words():
     state = nbe.ShardedState(step=7)
     assert values(state, "step") == 7
     with pytest.raises(StateError, match=r"the state is sharded, so no rank has all of it: save it with state.save"):
+        values(state)
+
+
+def test_a_sharded_state_of_an_integration_names_what_the_user_has():
+    """The user of a Trainer has no variable with the state: the error names what saves the model there."""
+    state = nbe.ShardedState(step=7)
+    state._contents.user_words = UserWords(save="trainer.save_model(FOLDER) writes the model")
+    with pytest.raises(StateError, match=r"so no rank has all of it: trainer.save_model\(FOLDER\) writes the model\."):
         values(state)

@@ -17,6 +17,7 @@ from nbelastic.sharded.holdings import Holdings, full_record, present_record
 from nbelastic.sharded.initial_values import allocate
 from nbelastic.sharded.takeover import common_parameters, merged_small, program_record
 from nbelastic.sharded.whole_commits import Choice, Commit
+from nbelastic.state.user_words import UserWords
 from tests.sharded.fake_world import fake_world, sharded
 
 OLD, NEW = 1, 2  # numbers of programs
@@ -110,7 +111,7 @@ def trained(mesh, **options):
 
 
 def taken(new, old):
-    found = new.filling.restore(CHOICE, old.held(), new.program)
+    found = new.filling.restore(CHOICE, old.held(), new.program, UserWords())
     new.scheduler.load_state_dict(found.record["small"]["scheduler"])
     return found
 

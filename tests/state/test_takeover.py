@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import nbelastic as nbe
 from nbelastic.errors import StateError
 from nbelastic.state.takeover import initial_values, merged, take_over
+from nbelastic.state.user_words import UserWords, in_users_words
 
 
 def make(width=4, lr=0.1, steps=10, **values):
@@ -76,6 +77,24 @@ def test_what_the_user_has_edited_counts():
     assert new.optimizer.param_groups[0]["lr"] == 0.5
     assert (new.scheduler.step_size, new.scheduler.last_epoch, new.patience) == (100, 3, 3)
     assert any("optimizer.lr" in note and "scheduler.step_size" in note for note in notes), notes
+
+
+def test_names_are_those_that_the_user_wrote():
+    """A value that an integration has put into the state has the user's names for its parts, each once; private parts have none."""
+    words = UserWords(
+        {"progress.": None, "progress.rates": "learning_rate", "optimizer.lr": "learning_rate", "optimizer.": ""}
+    )
+    found = [
+        "progress.rates",
+        "progress.values.epoch",
+        "optimizer[0].lr",
+        "optimizer[1].lr",
+        "optimizer[1].weight_decay",
+    ]
+    assert in_users_words(found, words) == ["learning_rate", "weight_decay"]
+    assert in_users_words(["schedule._last_lr", "schedule.step_size", "best"], words) == ["schedule.step_size", "best"]
+    callback = "position.callbacks.EarlyStopping{'monitor': 'loss', 'mode': 'min'}.patience"
+    assert in_users_words([callback], UserWords({"position.callbacks.": ""})) == ["EarlyStopping.patience"]
 
 
 def test_other_shapes_and_names_are_said():

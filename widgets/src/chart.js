@@ -3,7 +3,7 @@
 import uPlot from "uplot";
 import { button, element, setAttribute, setText } from "./dom.js";
 import { dateAndTime, number, reported, timeOfDay } from "./format.js";
-import { isNumber, RATE } from "./report_table.js";
+import { isNumber, isRate } from "./report_table.js";
 
 const HEIGHT = 150; // CSS pixels
 const FONT = "11px system-ui, sans-serif";
@@ -12,8 +12,8 @@ const COMPACT = new Intl.NumberFormat("en", { notation: "compact" }); // 20K
 const MIN_ZOOM = 6; // CSS pixels; a shorter drag is a click
 
 /**
- * `x`: steps, or seconds since 1970 if `byTime`. `changes`: where the world changed. `zoom`: the range of `x` that is shown.
- * @typedef {{x: number[], y: (number|null)[], byTime: boolean, changes: WorldChange[], zoom: ?[number, number],
+ * `x`: steps or commits, as `unit` says, or seconds since 1970 if `byTime`. `changes`: where the world changed. `zoom`: the range of `x` that is shown.
+ * @typedef {{x: number[], y: (number|null)[], byTime: boolean, unit: string, changes: WorldChange[], zoom: ?[number, number],
  *   colors: Colors}} ChartContent
  * @typedef {{line: string, text: string, grid: string, good: string, bad: string}} Colors
  * @typedef {{key: string, onZoom(range: ?[number, number]): void, onCursor(place: string): void}} ChartOwner
@@ -23,7 +23,7 @@ export class Chart {
   constructor(/** @type {ChartOwner} */ owner, /** @type {string} */ name) {
     this.owner = owner;
     this.name = name;
-    this.text = name === RATE ? number : reported;
+    this.text = isRate(name) ? number : reported;
     this.value = element("b");
     const label = `Logarithmic scale of ${name}`;
     this.log = button("log", () => this.setLog(!this.isLog), "nbe-small nbe-toggle", label);
@@ -76,9 +76,9 @@ export class Chart {
   }
 
   /** For screen readers, which cannot read a canvas. */
-  describe(/** @type {ChartContent} */ { x, y, byTime }) {
+  describe(/** @type {ChartContent} */ { x, y, byTime, unit }) {
     const known = y.filter(isNumber);
-    const at = (/** @type {number} */ value) => (byTime ? dateAndTime(value) : `step ${number(value)}`);
+    const at = (/** @type {number} */ value) => (byTime ? dateAndTime(value) : `${unit} ${number(value)}`);
     const range = `lowest ${number(Math.min(...known))}, highest ${number(Math.max(...known))}`;
     const ends = `from ${number(known[0])} to ${number(known[known.length - 1])}`;
     setAttribute(this.box, "aria-label", `${this.name} ${ends}, ${at(x[0])} to ${at(x[x.length - 1])}, ${range}`);
@@ -102,7 +102,7 @@ export class Chart {
     setText(this.value, y === null || y === undefined ? "–" : this.text(y));
     const near = content.changes.find((change) => Math.abs(this.placeOf(plot, change) - plot.valToPos(x, "x")) < 4);
     const world = near ? ` · world of ${near.size}, was ${near.before}` : "";
-    this.owner.onCursor(`${content.byTime ? dateAndTime(x) : `step ${number(x)}`}${world}`);
+    this.owner.onCursor(`${content.byTime ? dateAndTime(x) : `${content.unit} ${number(x)}`}${world}`);
   }
 
   placeOf(/** @type {uPlot} */ plot, /** @type {WorldChange} */ change, isCanvas = false) {

@@ -4,9 +4,9 @@
 /** @import { ChartContent, Colors } from "./chart.js" */
 import { Chart } from "./chart.js";
 import { button, element, saveFile, setAttribute, setText } from "./dom.js";
-import { plural } from "./format.js";
+import { plural, unit } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
-import { asCsv, isNumber, RATE, ratesOf, ReportTable, stepsOf, timesOf, valuesOf, worldChanges } from "./report_table.js";
+import { asCsv, isNumber, rateName, ratesOf, ReportTable, stepsOf, timesOf, valuesOf, worldChanges } from "./report_table.js";
 
 const PERIOD = 1000; // ms between two queries
 const FEW = 3; // so many charts are shown at first
@@ -23,7 +23,10 @@ export class Charts {
     this.zoom = null;
     /** @type {?KeyFrame} */
     this.state = null;
-    this.axis = element("select", { "aria-label": "Horizontal axis" }, ...["step", "time"].map((x) => element("option", { value: x }, x)));
+    this.unit = element("option", { value: "step" }, "step");
+    /** @type {?string} */
+    this.job = null;
+    this.axis = element("select", { "aria-label": "Horizontal axis" }, this.unit, element("option", { value: "time" }, "time"));
     this.axis.addEventListener("change", () => this.setZoom(null));
     this.changes = ""; // how many changes of the world there were, in words
     this.note = element("span", { class: "nbe-note" });
@@ -63,6 +66,8 @@ export class Charts {
   /** Draw the charts if anything has changed, and ask for the rows that are missing. */
   draw(/** @type {KeyFrame} */ state, /** @type {boolean} */ closed) {
     this.state = state;
+    if (state.job !== this.job) this.table = new ReportTable(); // a kernel that is busy answers for the new job only later
+    this.job = state.job;
     const progress = `${state.job}|${state.step}|${state.outcome}`;
     const hasReports = this.table.rows.length > 0 || Object.keys(state.report).length > 0;
     const isDue = hasReports && progress !== this.answered && Date.now() - this.askedAt >= PERIOD;
@@ -74,9 +79,10 @@ export class Charts {
 
   ask(/** @type {string} */ progress) {
     this.askedAt = Date.now();
-    const { version, rows } = this.table;
+    const { table } = this;
+    const { version, rows } = table;
     this.connection.ask({ ask: "reports", version, count: rows.length }, (answer) => {
-      if (answer.error !== undefined) return;
+      if (answer.error !== undefined || table !== this.table) return;
       this.answered = progress;
       if (answer.version !== this.table.version && answer.start) return; // an answer for an earlier version
       if (this.table.apply(answer)) this.redraw();
@@ -95,12 +101,14 @@ export class Charts {
     const rows = table.shownRows(state);
     const byTime = this.axis.value === "time";
     const x = byTime ? timesOf(rows) : stepsOf(rows);
-    const context = { x, byTime, changes: worldChanges(rows), zoom: this.zoom, colors: this.colors() };
+    const rate = rateName(unit(state));
+    setText(this.unit, unit(state));
+    const context = { x, byTime, unit: unit(state), changes: worldChanges(rows), zoom: this.zoom, colors: this.colors() };
     const columns = /** @type {[string, (number|null)[]][]} */ (table.names.map((name, i) => [name, valuesOf(rows, i)]));
-    columns.splice(FEW - 1, 0, [RATE, ratesOf(rows)]);
+    columns.splice(FEW - 1, 0, [rate, ratesOf(rows)]);
     const all = columns.filter(([name, y], i) => y.filter(isNumber).length > 1 && columns.findIndex(([n]) => n === name) === i);
     const shown = this.showsAll ? all : all.slice(0, FEW);
-    this.node.hidden = !all.some(([name]) => name !== RATE);
+    this.node.hidden = !all.some(([name]) => name !== rate);
     if (this.node.hidden) return;
     this.list.draw(
       shown.map(([name, y]) => [name, { ...context, y }]),

@@ -277,8 +277,8 @@ export interface TraceQuery extends Query {
 /** A worker and the rank it had when it printed. */
 export type Writer = [worker: string, rank: number | null];
 
-/** A line of output. `writers`: runs `[first, last]` of places in the answer's `speakers`. */
-export type OutputLine = [number: number, stream: string, text: string, writers: number[][]];
+/** A line of output. `writers`: runs `[first, last]` of places in the answer's `speakers`. `time`: seconds since 1970. */
+export type OutputLine = [number: number, stream: string, text: string, writers: number[][], time: number];
 
 /** Workers with the same stack. `place`: the innermost frame of the user's code. */
 export interface StackGroup {

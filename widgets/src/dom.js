@@ -96,7 +96,10 @@ export function confirmedButton(timers, text, question, act, classes = "", label
 /** Have the browser save a text as a file. @param {Timers} timers */
 export function saveFile(/** @type {string} */ name, /** @type {string} */ text, /** @type {string} */ type, timers) {
   const url = URL.createObjectURL(new Blob([text], { type }));
-  element("a", { href: url, download: name }).click();
+  const link = element("a", { href: url, download: name });
+  document.body.append(link); // VS Code saves files at clicks that reach the window
+  link.click();
+  link.remove();
   timers.later(() => URL.revokeObjectURL(url), 10_000);
 }
 

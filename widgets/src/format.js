@@ -95,6 +95,11 @@ export function rankNames(/** @type {Writer[]} */ writers) {
   return [...names, ...others.slice(0, 3), ...(others.length > 3 ? [`${others.length - 3} more`] : [])].join(", ");
 }
 
+/** What the progress counts: commits, which are steps unless the program reports a step of its own, as Lightning does. */
+export const unit = (/** @type {KeyFrame} */ { report }) => ("step" in report ? "commit" : "step");
+
+export const capital = (/** @type {string} */ text) => `${text[0].toUpperCase()}${text.slice(1)}`;
+
 /** How much longer the job takes, as text; empty if that is unknown. */
 export function timeLeft(/** @type {KeyFrame} */ state) {
   const { step, total, steps_per_second: speed } = state;
@@ -103,10 +108,10 @@ export function timeLeft(/** @type {KeyFrame} */ state) {
 }
 
 /** `0 steps lost in 3 failures · trained 98.7 % of the time`; a number that is not known is left out. */
-export function losses(/** @type {?Summary} */ summary) {
+export function losses(/** @type {?Summary} */ summary, unitName = "step") {
   const { failures = 0, lost, trained } = summary ?? {};
   const parts = [];
-  if (failures && typeof lost === "number") parts.push(`${plural(lost, "step")} lost in ${plural(failures, "failure")}`);
+  if (failures && typeof lost === "number") parts.push(`${plural(lost, unitName)} lost in ${plural(failures, "failure")}`);
   if (typeof trained === "number") parts.push(`trained ${trained}\u00a0% of the time`);
   return parts.join(" · ");
 }

@@ -11,8 +11,8 @@ export function terminalText(/** @type {string} */ text) {
 }
 
 /**
- * `writers`: the rank that each worker had when it printed the line.
- * @typedef {{seq: number, stream: string, text: string, writers: Map<string, ?number>}} Line
+ * `writers`: the rank that each worker had when it printed the line. `time`: of the first of them, in seconds since 1970.
+ * @typedef {{seq: number, stream: string, text: string, writers: Map<string, ?number>, time: number}} Line
  */
 
 /** The newest lines of several workers. Equal lines that are close together are one; each worker's order is kept. */
@@ -28,9 +28,9 @@ export class LogFold {
 
   /**
    * Return the new line, or the line to which this one was added.
-   * @param {string} writer @param {string} stream @param {string} text @param {?number} rank
+   * @param {string} writer @param {string} stream @param {string} text @param {?number} rank @param {number} time
    */
-  add(writer, stream, text, rank = null) {
+  add(writer, stream, text, rank = null, time = 0) {
     const first = Math.max((this.last.get(writer) ?? -1) + 1, this.seq - CLOSE);
     for (let i = Math.max(0, first - (this.seq - this.lines.length)); i < this.lines.length; i += 1) {
       const line = this.lines[i];
@@ -40,7 +40,7 @@ export class LogFold {
         return line;
       }
     }
-    const line = { seq: this.seq++, stream, text, writers: new Map([[writer, rank]]) };
+    const line = { seq: this.seq++, stream, text, writers: new Map([[writer, rank]]), time };
     this.lines.push(line);
     this.last.set(writer, line.seq);
     return line;

@@ -2,7 +2,7 @@
 /** @import { OutputLine, Writer } from "./contract.js" */
 /** @import { Line } from "./log_fold.js" */
 import { button, element, setAttribute, setText } from "./dom.js";
-import { rankNames } from "./format.js";
+import { dateAndTime, rankNames, timeOfDay } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { LogFold, terminalText } from "./log_fold.js";
 
@@ -57,19 +57,19 @@ export class LogLines {
     return { all: this.fold.lines.length, found: this.found().length };
   }
 
-  /** All lines, each after the ranks that have printed it. */
+  /** All lines, each after its time and the ranks that have printed it. */
   text() {
     const label = (/** @type {Line} */ { stream, writers }) => `${this.label([...writers])}${stream === "err" ? " err" : ""}`;
-    return this.fold.lines.map((line) => `${label(line)} | ${line.text}\n`).join("");
+    return this.fold.lines.map((line) => `${dateAndTime(line.time)} ${label(line)} | ${line.text}\n`).join("");
   }
 
   add(/** @type {OutputLine[]} */ lines, /** @type {Writer[]} */ speakers) {
     const before = this.fold.lines.length;
     /** @type {Set<Line>} */
     const touched = new Set();
-    for (const [, stream, text, runs] of lines) {
+    for (const [, stream, text, runs, time] of lines) {
       const plain = terminalText(text);
-      for (const [id, rank] of writersOf(speakers, runs)) touched.add(this.fold.add(id, stream, plain, rank));
+      for (const [id, rank] of writersOf(speakers, runs)) touched.add(this.fold.add(id, stream, plain, rank, time));
     }
     // What the reader looks at stays in the page.
     if (!this.following) this.limit += this.fold.lines.length - before;
@@ -139,7 +139,7 @@ export class LogLines {
     const writers = element("span", { class: "nbe-writers" });
     const tag = element("span", { class: "nbe-stream" });
     const text = element("span");
-    const node = element("div", { class: "nbe-line" }, writers, tag, text);
+    const node = element("div", { class: "nbe-line" }, element("span", { class: "nbe-time" }), writers, tag, text);
     const draw = (/** @type {UnfinishedLine} */ line) => {
       setAttribute(node, "data-stream", line.stream);
       setText(writers, line.writers);
@@ -150,11 +150,17 @@ export class LogLines {
     return { node, draw };
   }
 
-  makeLine(/** @type {Line} */ { stream, text, writers: known }) {
+  makeLine(/** @type {Line} */ { stream, text, writers: known, time: seconds }) {
+    const time = element("time", { class: "nbe-time", title: dateAndTime(seconds) }, timeOfDay(seconds));
     const writers = element("span", { class: "nbe-writers" }, this.label([...known]));
     const tag = element("span", { class: "nbe-stream" }, stream === "err" ? "err" : "");
-    const node = element("div", { class: "nbe-line", "data-stream": stream }, writers, tag, element("span", {}, text));
+    const node = element("div", { class: "nbe-line", "data-stream": stream }, time, writers, tag, element("span", {}, text));
     return { node, writers };
+  }
+
+  showTimes(/** @type {boolean} */ isOn) {
+    setAttribute(this.node, "data-times", isOn ? "" : null);
+    if (this.following) this.scrollToEnd();
   }
 
   /** Show only the lines that contain `text`, in any case. */

@@ -26,8 +26,10 @@ export class Logs {
     this.search.addEventListener("input", () => this.filter());
     this.lines = new LogLines(() => this.setFollow(false));
     this.follow = button("Follow", () => this.setFollow(!this.lines.following), "nbe-small nbe-toggle");
+    this.times = button("Times", () => this.toggleTimes(), "nbe-small nbe-toggle");
+    setAttribute(this.times, "aria-pressed", "false");
     this.save = button("Save", () => this.saveLines(), "nbe-small");
-    this.save.title = "A file with all lines that this view has of these ranks";
+    this.save.title = "A file with all lines that this view has of these ranks, each with its time";
     this.note = element("span", { class: "nbe-note", role: "status" });
     const bar = element(
       "div",
@@ -35,6 +37,7 @@ export class Logs {
       element("label", {}, "Lines of ", this.worker),
       this.search,
       this.follow,
+      this.times,
       this.save,
       element("span", { class: "nbe-gap" }),
       this.note,
@@ -135,6 +138,12 @@ export class Logs {
   saveLines() {
     const name = [this.job ?? "job", this.worker.value.replaceAll(/[^\w.-]+/g, "-")].filter(Boolean).join("-");
     saveFile(`${name}.log`, this.lines.text(), "text/plain", this.timers);
+  }
+
+  toggleTimes() {
+    const isOn = this.times.getAttribute("aria-pressed") !== "true";
+    setAttribute(this.times, "aria-pressed", String(isOn));
+    this.lines.showTimes(isOn);
   }
 
   setFollow(/** @type {boolean} */ following) {

@@ -5,6 +5,7 @@ import { element, setAttribute, setText } from "./dom.js";
 import { announcement } from "./events.js";
 import { Figure } from "./figure.js";
 import {
+  capital,
   driverFacts,
   duration,
   losses,
@@ -18,6 +19,7 @@ import {
   sinceFailure,
   sizeWithBounds,
   timeLeft,
+  unit,
 } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { tone } from "./tones.js";
@@ -37,9 +39,9 @@ function copyFigures(/** @type {Copies} */ { commit, made_at, seconds, memory, w
 /** @returns {[string, FigureContent][]} */
 function checkpointFigures(/** @type {Checkpoints} */ checkpoints, /** @type {KeyFrame} */ state, /** @type {number} */ now, /** @type {boolean} */ training) {
   /** @type {[string, FigureContent][]} */
-  const items = [["Checkpoint", { value: newestCheckpoint(checkpoints, now), title: "The newest one: step, age, size" }]];
+  const items = [["Checkpoint", { value: newestCheckpoint(checkpoints, now), title: `The newest one: ${unit(state)}, age, size` }]];
   const { at, text } = nextCheckpoint(checkpoints, state);
-  const title = `At step ${number(at)}: one is written every ${plural(checkpoints.every, "step")}`;
+  const title = `At ${unit(state)} ${number(at)}: one is written every ${plural(checkpoints.every, unit(state))}`;
   if (training) items.push(["Next checkpoint", { value: text, title }]);
   return items;
 }
@@ -98,10 +100,10 @@ export class Overview {
     setAttribute(this.phase, "data-tone", idle ? "good" : tone(state.phase));
     setText(this.reason, state.reason);
     setText(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
-    setText(this.losses, losses(state.summary));
+    setText(this.losses, losses(state.summary, unit(state)));
     this.about.draw(state, now);
     this.figures.draw(this.items(state, training, ready, now), null);
-    this.drawProgress(state.step, training ? state.total : null);
+    this.drawProgress(state, training ? state.total : null);
     if (this.before) {
       const text = announcement(this.before, state);
       if (text) setText(this.announced, text);
@@ -109,13 +111,13 @@ export class Overview {
     this.before = state;
   }
 
-  drawProgress(/** @type {number} */ step, /** @type {?number} */ total) {
+  drawProgress(/** @type {KeyFrame} */ state, /** @type {?number} */ total) {
     setAttribute(this.bar, "hidden", total ? null : "");
     if (!total) return;
-    const share = Math.min(100, (step * 100) / total);
+    const share = Math.min(100, (state.step * 100) / total);
     this.done.style.width = `${share.toFixed(2)}%`;
     setAttribute(this.bar, "aria-valuenow", String(Math.round(share)));
-    setAttribute(this.bar, "aria-valuetext", `${number(step)} of ${number(total)} steps`);
+    setAttribute(this.bar, "aria-valuetext", `${number(state.step)} of ${number(total)} ${unit(state)}s`);
   }
 
   /** @param {KeyFrame} state @param {boolean} training @param {number} ready @param {number} now */
@@ -131,11 +133,11 @@ export class Overview {
     }
     items.push(["Generation", { value: number(state.generation), title: "It grows by one with each change of the world" }]);
     items.push([
-      "Step",
+      capital(unit(state)),
       { value: state.total ? `${number(state.step)} of ${number(state.total)}` : number(state.step) },
     ]);
     if (training && state.steps_per_second !== null)
-      items.push(["Steps per second", { value: number(state.steps_per_second) }]);
+      items.push([`${capital(unit(state))}s per second`, { value: number(state.steps_per_second) }]);
     if (timeLeft(state)) items.push(["Time left", { value: timeLeft(state) }]);
     if (state.checkpoints) items.push(...checkpointFigures(state.checkpoints, state, now, training));
     if (training && state.copies) items.push(...copyFigures(state.copies, now));

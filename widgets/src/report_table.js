@@ -2,7 +2,6 @@
 /** @import { KeyFrame, ReportsAnswer } from "./contract.js" */
 
 const [STEP, TIME, GENERATION, SIZE, VALUES] = [0, 1, 2, 3, 4]; // places in a row
-export const RATE = "steps per second"; // the name of the chart that is made of the others' places
 const RATE_TIME = 5; // seconds over which the steps per second are a mean
 
 /**
@@ -38,6 +37,10 @@ export class ReportTable {
     return [...this.rows, [state.step, state.time, state.generation, state.world_size, ...numbers]];
   }
 }
+
+/** The name of the chart that is made of the others' places. */
+export const rateName = (/** @type {string} */ unit) => `${unit}s per second`;
+export const isRate = (/** @type {string} */ name) => name === rateName("step") || name === rateName("commit");
 
 /** @returns {value is number} */
 export const isNumber = (/** @type {unknown} */ value) => Number.isFinite(value);
@@ -76,7 +79,7 @@ export function worldChanges(/** @type {Row[]} */ rows) {
 /** The rows as a text for spreadsheets. */
 export function asCsv(/** @type {string[]} */ names, /** @type {Row[]} */ rows) {
   const quoted = (/** @type {string} */ text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-  const header = ["step", "time", "generation", "size", ...names].map(quoted);
+  const header = [names.includes("step") ? "commit" : "step", "time", "generation", "size", ...names].map(quoted);
   const width = header.length;
   const lines = rows.map((row) => Array.from({ length: width }, (_, i) => row[i] ?? "").join(","));
   return `${[header.join(","), ...lines].join("\n")}\n`;

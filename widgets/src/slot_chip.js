@@ -2,7 +2,7 @@
 /** @import { KeyFrame } from "./contract.js" */
 /** @import { Slot } from "./slots.js" */
 import { element, setAttribute, setText } from "./dom.js";
-import { duration, megabytes, number, percent, plural } from "./format.js";
+import { duration, megabytes, number, percent, plural, unit } from "./format.js";
 import { stateOf } from "./slots.js";
 import { SIGNS, stateTone } from "./tones.js";
 
@@ -79,7 +79,7 @@ export class SlotChip {
   moreText(/** @type {Slot} */ slot, /** @type {string} */ state, /** @type {BoardContext} */ context) {
     const { behind, restarts, cpu, memory, gpu } = slot.worker ?? NO_WORKER;
     if (!context.roomy) return joined([behind && `−${behind}`, restarts && `↻${restarts}`], " ");
-    const step = state === "running" ? `step ${number(context.state.step - behind)}` : "";
+    const step = state === "running" ? `${unit(context.state)} ${number(context.state.step - behind)}` : "";
     const left = state === "backoff" && `${duration(slot.backoffUntil - context.now)} left`;
     const ofGpu = gpu && gpu.figures[0] !== null && `GPU ${percent(gpu.figures[0])}`;
     return joined([step, percent(cpu), megabytes(memory), ofGpu, left], " · ");

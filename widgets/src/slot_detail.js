@@ -1,12 +1,12 @@
 /** The details of one slot, below the row of its host. */
-/** @import { WorkerCopies } from "./contract.js" */
+/** @import { KeyFrame, WorkerCopies } from "./contract.js" */
 /** @import { RequestList } from "./request_list.js" */
 /** @import { BoardContext } from "./slot_chip.js" */
 /** @import { Slot } from "./slots.js" */
 /** @import { Timers } from "./timers.js" */
 import { button, confirmedButton, element, setDisabled, setText } from "./dom.js";
 import { Figure } from "./figure.js";
-import { duration, gpuText, megabytes, number, percent, plural } from "./format.js";
+import { capital, duration, gpuText, megabytes, number, percent, plural, unit } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { stateOf } from "./slots.js";
 
@@ -52,23 +52,23 @@ export class SlotDetail {
   draw(/** @type {Slot} */ slot, /** @type {BoardContext} */ { state, now, locked, closed }) {
     this.worker = slot.id;
     setText(this.title, slot.id || `Slot ${slot.slot}`);
-    this.figures.draw(this.items(slot, stateOf(slot, now), now, state.step), null);
+    this.figures.draw(this.items(slot, stateOf(slot, now), now, state), null);
     setText(this.reason, slot.worker?.reason ?? "");
     setDisabled(this.log, closed || !slot.worker);
     setDisabled(this.restart, locked || !slot.worker);
   }
 
   /**
-   * @param {Slot} slot @param {string} state @param {number} now @param {number} step
+   * @param {Slot} slot @param {string} state @param {number} now @param {KeyFrame} frame
    * @returns {[string, {value: string}][]}
    */
-  items({ id, worker, backoffUntil }, state, now, step) {
+  items({ id, worker, backoffUntil }, state, now, frame) {
     const stateText = state === "backoff" ? `in back-off, ${duration(backoffUntil - now)} left` : state;
     /** @type {[string, string][]} */
     const items = [["State", stateText]];
     if (worker) {
       items.push(["Rank", worker.rank === null ? "none" : String(worker.rank)], ["Process", String(worker.pid)]);
-      if (state === "running") items.push(["Step", number(step - worker.behind)]);
+      if (state === "running") items.push([capital(unit(frame)), number(frame.step - worker.behind)]);
       if (worker.behind) items.push(["Behind the others", plural(worker.behind, "commit")]);
       items.push(["Restarts", String(worker.restarts)], ["CPU", percent(worker.cpu) || "–"]);
       items.push(["Memory", megabytes(worker.memory) || "–"]);

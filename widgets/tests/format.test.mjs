@@ -17,6 +17,7 @@ import {
   sinceFailure,
   sizeWithBounds,
   timeLeft,
+  unit,
 } from "../src/format.js";
 
 // A non-breaking space: a number does not leave its unit.
@@ -72,6 +73,12 @@ test("a checkpoint has its step, age and size, and the next one a time", () => {
   assert.equal(newestCheckpoint({ ...newest, commit: null }, 100), "none yet");
   assert.deepEqual(nextCheckpoint(newest, { step: 1234, steps_per_second: 2 }), { at: 1300, text: "in 33 s" });
   assert.deepEqual(nextCheckpoint(newest, { step: 1300, steps_per_second: null }), { at: 1400, text: "at 1,400" });
+});
+
+test("a program that reports a step of its own has commits", () => {
+  assert.equal(unit({ report: { loss: 1 } }), "step");
+  assert.equal(unit({ report: { loss: 1, step: 35 } }), "commit");
+  assert.equal(losses({ failures: 1, lost: 2, trained: null }, "commit"), "2 commits lost in 1 failure");
 });
 
 test("the time left and the time since a failure are shown only if they are known", () => {

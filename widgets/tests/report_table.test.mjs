@@ -43,6 +43,10 @@ test("the rate is a mean over five seconds, and drops when nothing happens for a
   assert.equal(ratesOf([...rows, late])[40], 0.1);
 });
 
+test("a program may report a step of its own beside the commits", () => {
+  assert.equal(asCsv(["step"], [row(8, 1, 4, 7)]), "commit,time,generation,size,step\n8,1002,1,4,7\n");
+});
+
 test("a spreadsheet gets all columns, with quotes where they are needed", () => {
   const csv = asCsv(["loss", 'a "b", c'], [row(1, 1, 4, 0.5), row(2, 1, 4, null, 2)]);
   assert.equal(csv, 'step,time,generation,size,loss,"a ""b"", c"\n1,1000.25,1,4,0.5,\n2,1000.5,1,4,,2\n');
