@@ -37,6 +37,7 @@ from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.folder_paths import batch_folder
+from nbelastic.system.terminal_text import printable_line
 from nbelastic.transport.keys import Keys
 
 PROXY_CHECK_INTERVAL = 0.5  # seconds
@@ -206,10 +207,10 @@ class Agents:
         """The driver's address as the host reaches it; empty if the host is the same machine."""
         return self._handles[host].driver_address if host in self._handles else ""
 
-    def open_ports(self, host: str, ports: Iterable[int]) -> None:
-        """Let this host connect to these loopback ports of the driver's machine, if it is another machine."""
+    def open_ports(self, host: str, ports: Iterable[int], engines: int) -> None:
+        """Let `engines` workers of this host connect to these ports of the driver's machine, if it is another machine."""
         if self.driver_address_for(host):
-            self._tunnel_ports.open(ports)
+            self._tunnel_ports.open(ports, engines)
 
     def has_local_agent(self, host: str) -> bool:
         """Whether the host has an agent and is this machine."""
@@ -343,7 +344,8 @@ class Agents:
             self._post_loss(host, handle, reason)
 
     def _post_loss(self, host: str, handle: AgentHandle | None, reason: str, silence: float = 0.0) -> None:
-        self._post(ev.AgentLost(host, reason, silence, handle.number if handle is not None else 0))
+        number = handle.number if handle is not None else 0
+        self._post(ev.AgentLost(host, printable_line(reason), silence, number))  # it may have the host's own words
         self._add_again(host, handle)
 
     def give_up(self, host: str) -> None:
@@ -357,7 +359,7 @@ class Agents:
     def _disconnected(self, host: str, handle: AgentHandle, reason: str, *, redials: bool = False) -> None:
         if self._handles.get(host) is handle:
             handle.disconnected_at = time.monotonic()
-            self._post(HostDisconnected(host, reason, handle.number, redials))
+            self._post(HostDisconnected(host, printable_line(reason), handle.number, redials))
 
     def _tunnel_ended(self, host: str, number: int) -> None:
         handle = self._handles.get(host)
