@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from nbelastic.core import commands as cmd
+from nbelastic.driver.agent_config import agent_config
 from nbelastic.driver.agent_handle import AgentHandle
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.dependencies import Dependencies, MessageServer
@@ -23,12 +21,13 @@ from nbelastic.driver.drained_nodes import DrainedNodes
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
 from nbelastic.driver.pod_hosts import announced_ends, returns
 from nbelastic.driver.telemetry import Telemetry
+from nbelastic.driver.unanswered_hosts import UnansweredHosts
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected
 from nbelastic.protocol.host_sources import ListedHosts
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
+from nbelastic.protocol.settings import Settings
 from nbelastic.provision.launchers import Agent, BatchJobAgent, job_agent, tunnelled_agent
 from nbelastic.provision.pod_tunnel import PodTunnel
 from nbelastic.provision.pods import PodAgent, close_pods
@@ -74,6 +73,7 @@ class Agents:
         self._handles: dict[str, AgentHandle] = {}  # by host
         self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
         self._none_runs = asyncio.Event()
+        self._unanswered = UnansweredHosts(settings.lease, settings.heartbeat)
         self.started_count = 0
         self.tcp_proxies = ProxySet(
             ports_file(settings.run_folder), settings.driver_lease, self.expected_workers, self._tunnel_ended
@@ -84,7 +84,10 @@ class Agents:
         """End every agent and the TCP proxies. Wait until the processes have ended: a child would be a zombie."""
         tasks = [handle.launch for handle in self._handles.values() if handle.launch is not None]
         for handle in self._handles.values():
+            self._note_end(handle)
             handle.kill()
+        if (record := self._unanswered.record()) is not None:
+            self._record(record)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._running:
             with contextlib.suppress(TimeoutError):
@@ -281,32 +284,8 @@ class Agents:
         self._save()  # the agent's process outlives this driver
 
     def _config(self, spec: HostSpec, local: str, handle: AgentHandle) -> dict[str, Any]:
-        settings = self._settings
-        return {
-            "host": spec.name,
-            "number": handle.number,
-            "cluster": settings.number,
-            "towards": handle.driver_address,
-            "driver": self._server.address,
-            "threads": "",
-            "keys": msgspec.to_builtins(self._keys.for_clients()),
-            "driver_lease": settings.driver_lease if local else None,
-            "lease": settings.lease,
-            "heartbeat": settings.heartbeat,
-            "notice": settings.limits.timeouts.notice,
-            "successor": settings.limits.timeouts.successor if settings.submits_jobs and not local else 0.0,
-            "address": local,
-            "nics": settings.nics,
-            "path": list(sys.path) if local else [],
-            "run_folder": str(settings.run_folder) if local else "",
-            "log_dir": str(settings.log_dir),
-            "preload": list(settings.preload),
-            "defaults": NCCL_DEFAULTS,
-            "environment": {**NCCL_ENVIRONMENT, **settings.environment},
-            "cwd": settings.cwd or "",
-            "requirements": settings.requirements,
-            "settings": {"slots": str(spec.slots), "backend": settings.limits.backend},
-        }
+        address, keys = self._server.address, self._keys
+        return agent_config(spec, handle, local, settings=self._settings, server=address, keys=keys)
 
     def expected_workers(self) -> int:
         """How many workers may run: as many as there are slots, or the limit if that is lower."""
@@ -338,6 +317,7 @@ class Agents:
         if not self._running:
             self._none_runs.set()
         if self._handles.get(host) is handle:
+            self._note_end(handle)
             del self._handles[host]
             self._telemetry.host_samples.pop(host, None)
             self._server.forget(handle.peer)
@@ -392,6 +372,13 @@ class Agents:
         handle = self._handles.pop(host, None)
         self._telemetry.host_samples.pop(host, None)
         if handle is not None:
+            self._note_end(handle)
             self._server.forget(handle.peer)
             handle.kill()
         return handle
+
+    def _note_end(self, handle: AgentHandle) -> None:
+        """Note whether an agent on another machine has answered until its end, if it has connected. Pods and jobs end anyway."""
+        lives_on = handle.driver_address and self._settings.tunnels and not self._settings.makes_pods
+        if lives_on and (heard_at := self._heard_at(handle)):
+            self._unanswered.note_end(handle.host, self._clock.silence(heard_at))

@@ -7,12 +7,15 @@ import socket
 import psutil
 import pytest
 
+from nbelastic.notebook.status_text import print_unanswered
 from nbelastic.system import tunnel_folder
 from tests.hosts.cluster_checks import LONG, event_texts, host_reasons, strays, wait_for_more_steps, worker_on
 from tests.hosts.network import DRIVER
 from tests.process.training import in_one_generation
 from tests.support.processes import alive, driver_pid
 from tests.support.waiting import until
+
+SILENCE = 2.0
 
 
 def tunnels(cluster):
@@ -101,6 +104,20 @@ def test_a_host_without_its_connection_is_lost_when_the_training_breaks(network,
     assert worker_on(training, "h2").id != old.id
     assert not alive(old.pid)
     assert len(training.finish(timeout=LONG)) == 3
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_stop_names_the_hosts_that_it_does_not_reach(network, trains, capsys, cut):
+    """A host that is cut off is named after the stop, with the time in which its agent ends. A host that has ended is not."""
+    training = trains("h1:1,h2:1", min=1, keep=True, lease=12.0, silence=SILENCE)
+    training.wait_for_world(2, timeout=LONG)
+    if cut:
+        network.cut("h2")
+    capsys.readouterr()
+    training.cluster.stop()
+    print_unanswered(training.cluster)
+    line = "h2 did not answer the stop: an agent that still runs there ends by itself within 12 s.\n"
+    assert capsys.readouterr().out == (line if cut else "")
 
 
 def test_a_killed_tunnel_ends_its_agent(network, trains):
