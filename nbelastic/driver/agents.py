@@ -103,6 +103,7 @@ class Agents:
         for host, old in saved.agents.items():
             handle = self._handles[host] = AgentHandle(host, old.number)
             handle.driver_address, handle.rehome, handle.returned = old.driver_address, old.rehome, old.returns
+            handle.drain_announced = old.drain_announced
             handle.slots = next((h.spec.slots for h in saved.cluster.hosts if h.spec.name == host), 0)
             handle.local_slots = 0 if old.driver_address else handle.slots
             on_stop = partial(self._agent_ended, host, handle)
@@ -136,6 +137,7 @@ class Agents:
                     handle.agent.job,
                     returns(handle.agent, handle.returned),
                     handle.disconnected_at > self._heard_at(handle),
+                    handle.drain_announced,
                 ),
             )
             for host, handle in self._handles.items()
@@ -159,16 +161,23 @@ class Agents:
             }
             if states or shown:  # also unchanged ones: the reasons say for how long they have waited
                 self._changed()
-            agents = {host: handle.agent for host, handle in self._handles.items()}
-            for event in announced_ends(agents):
+            for event in announced_ends({host: handle.agent for host, handle in self._handles.items()}):
                 self._post(event)
-            replaced = {host: agent for host, agent in agents.items() if self.replaces(host)}
-            jobs = {host: agent.slurm_job for host, agent in replaced.items() if isinstance(agent, BatchJobAgent)}
-            for event in await nodes.announced_ends(jobs):
-                handle = self._handles.get(event.name)
-                if handle is not None and handle.agent is agents[event.name]:
-                    self._post(event)
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
+            await self._announce_drained(nodes)
+
+    async def _announce_drained(self, nodes: DrainedNodes) -> None:
+        """Announce the ends of hosts whose nodes are drained. The decision on the event saves that they were announced."""
+        asked = {host: handle for host, handle in self._handles.items() if self.replaces(host)}
+        jobs = {
+            host: handle.agent.slurm_job
+            for host, handle in asked.items()
+            if isinstance(handle.agent, BatchJobAgent) and not handle.drain_announced
+        }
+        for event in await nodes.announced_ends(jobs):
+            if self._handles.get(event.name) is asked[event.name]:
+                asked[event.name].drain_announced = True
+                self._post(event)
 
     async def watch_tcp_proxies(self) -> None:
         """Replace TCP proxies that have ended or are stopped, until cancelled."""
