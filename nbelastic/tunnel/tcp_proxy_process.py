@@ -153,7 +153,8 @@ class _Proxy:
         peer.tunnels.add(tunnel)
         loop.add_reader(tunnel.fileno(), tunnel.turn, 0.0)
         try:
-            tunnel.attach(os.dup(connection.fileno()), os.dup(connection.fileno()))
+            writer = os.dup(connection.fileno())
+            tunnel.attach(connection.detach(), writer)
             while not over.is_set():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(over.wait(), IDLE)
