@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from collections import Counter
 
 import psutil
 import pytest
@@ -146,3 +147,13 @@ def test_the_tunnel_leads_only_to_the_driver_and_the_controller(network, make, t
         other.settimeout(0.2)
         with pytest.raises(TimeoutError):
             other.accept()
+
+
+@pytest.mark.soak(seconds=25)
+def test_all_workers_of_a_host_become_engines(make):
+    """The limit of connections through a tunnel grows with the workers that %px needs: each opens one to a port."""
+    cluster = make("h1:10", min=10)
+    assert len(set(cluster.client[:].apply_sync(os.getpid))) == 10
+    (tunnel,) = tunnels(cluster).values()
+    to = Counter(each.raddr.port for each in tunnel.net_connections("tcp") if each.status == "ESTABLISHED")
+    assert max(to.values()) == 10
