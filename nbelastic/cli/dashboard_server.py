@@ -27,6 +27,7 @@ from nbelastic.client.cluster import Cluster
 from nbelastic.errors import ClusterStoppedError, UsageError
 from nbelastic.notebook.dashboard_feed import DashboardFeed
 from nbelastic.notebook.widget_files import widget_text
+from nbelastic.protocol.json_encoding import DECODE_ERRORS
 from nbelastic.protocol.status import Status
 from nbelastic.system.terminal_text import remove_controls
 
@@ -240,7 +241,7 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
     def on_message(self, data: str | bytes) -> None:
         try:
             content = msgspec.json.decode(data)
-        except msgspec.DecodeError:
+        except DECODE_ERRORS:
             return
         if self._is_known:
             self._pages.feed.handle(content, lambda answer: self._pages.call(self._answer, answer))
