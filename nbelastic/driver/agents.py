@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import time
@@ -103,7 +104,7 @@ class Agents:
         for host, old in saved.agents.items():
             handle = self._handles[host] = AgentHandle(host, old.number)
             handle.driver_address, handle.rehome, handle.returned = old.driver_address, old.rehome, old.returns
-            handle.drain_announced = old.drain_announced
+            handle.drain_announced, handle.is_adopted = old.drain_announced, True
             handle.slots = next((h.spec.slots for h in saved.cluster.hosts if h.spec.name == host), 0)
             handle.local_slots = 0 if old.driver_address else handle.slots
             on_stop = partial(self._agent_ended, host, handle)
@@ -388,6 +389,6 @@ class Agents:
 
     def _note_end(self, handle: AgentHandle) -> None:
         """Note whether an agent on another machine has answered until its end, if it has connected. Pods and jobs end anyway."""
-        lives_on = handle.driver_address and self._settings.tunnels and not self._settings.makes_pods
-        if lives_on and (heard_at := self._heard_at(handle)):
-            self._unanswered.note_end(handle.host, self._clock.silence(heard_at))
+        lives_on, heard_at = handle.driver_address and self._settings.tunnels, self._heard_at(handle)
+        if lives_on and not self._settings.makes_pods and (heard_at or handle.is_adopted):
+            self._unanswered.note_end(handle.host, self._clock.silence(heard_at) if heard_at else math.inf)

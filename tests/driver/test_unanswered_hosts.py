@@ -1,8 +1,11 @@
 """Hosts that do not answer the stop of their cluster: their agents end by themselves, some time later."""
 
 import pytest
+from msgspec.structs import replace
 
+from nbelastic.driver.driver_snapshot import SavedAgent
 from tests.driver.fakes import DriverWithFakes, run_story
+from tests.driver.test_snapshot import example
 
 
 class ElsewhereFakes(DriverWithFakes):
@@ -30,6 +33,19 @@ def test_the_stop_names_hosts_that_do_not_answer(tmp_path, cut):
         assert fakes.ended
         text = "b, c did not answer the stop: an agent that still runs there ends by itself within 15 minutes"
         assert unanswered(fakes) == [text]
+
+    run_story(story)
+
+
+def test_a_host_that_has_not_reported_to_the_next_driver_is_named(tmp_path):
+    """The network was cut when the next driver came."""
+
+    async def story():
+        async with ElsewhereFakes(tmp_path, "") as fakes:
+            agents = fakes.driver._components.agents
+            agents.adopt(replace(example(), agents={"a": SavedAgent(1, "1@1", driver_address="10.0.0.2")}))
+            agents.give_up("a")
+        assert [text.partition(" did not answer")[0] for text in unanswered(fakes)] == ["a"]
 
     run_story(story)
 
