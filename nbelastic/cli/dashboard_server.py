@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from tornado.httpserver import HTTPServer
+from tornado.iostream import IOStream
 from tornado.web import Application, RequestHandler
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
@@ -26,6 +27,7 @@ from nbelastic.client.cluster import Cluster
 from nbelastic.errors import ClusterStoppedError, UsageError
 from nbelastic.notebook.dashboard_feed import DashboardFeed
 from nbelastic.notebook.widget_files import widget_text
+from nbelastic.protocol.json_encoding import DECODE_ERRORS
 from nbelastic.protocol.status import Status
 from nbelastic.system.terminal_text import remove_controls
 
@@ -35,6 +37,7 @@ TOKEN_TIMEOUT = 2.0  # seconds for a page's first message
 CLOSE_TIMEOUT = 2.0  # seconds in the end for pages that read slowly
 MAX_PAGES = 64  # that have sent the token
 MAX_UNKNOWN = 64  # that have not: any user of the machine can open them. For a new one, the oldest is closed
+MAX_CONNECTIONS = 128  # other than those of pages that have sent the token. For a new one, the oldest is closed
 MAX_MESSAGE = 1 << 16  # bytes of a page's message
 MAX_ANSWERS = 64  # that a page has not read
 TOO_MANY = 1013  # the standard code for "try again later": the page does so
@@ -82,7 +85,8 @@ async def serve_pages(cluster: Cluster, port: int, announce: Callable[[str], obj
     listener.setblocking(False)
     token = secrets.token_urlsafe(32)
     pages = Pages(cluster, token)
-    server = HTTPServer(_application(pages), max_body_size=MAX_MESSAGE, idle_connection_timeout=60)
+    server = _Server(_application(pages), max_body_size=MAX_MESSAGE, idle_connection_timeout=60)
+    server.on_connection = pages.take
     server.add_socket(listener)
     try:
         with pages:
@@ -92,6 +96,16 @@ async def serve_pages(cluster: Cluster, port: int, announce: Callable[[str], obj
     finally:
         server.stop()
         await server.close_all_connections()
+
+
+class _Server(HTTPServer):  # type: ignore[misc]  # tornado carries no types here
+    """Calls `on_connection` with each new connection."""
+
+    on_connection: Callable[[IOStream], object]
+
+    def handle_stream(self, stream: IOStream, address: Any) -> None:
+        self.on_connection(stream)
+        super().handle_stream(stream, address)
 
 
 def _application(pages: Pages) -> Application:
@@ -126,6 +140,7 @@ class Pages:
         self.feed = DashboardFeed(cluster, by="nbelastic dashboard")
         self.open: set[_Page] = set()  # they have sent the token
         self._unknown: dict[_Page, None] = {}  # oldest first
+        self._connections: dict[IOStream, None] = {}  # all but those of `open`, oldest first; some have ended
         self.finished = asyncio.Event()  # the cluster has stopped
         self._loop = asyncio.get_running_loop()
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -155,6 +170,16 @@ class Pages:
         for page in self.open:
             page.show(newest)
 
+    def take(self, connection: IOStream) -> None:
+        """Note a new connection. If there are too many, close the oldest: a browser sends its request at once."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._connections = {each: None for each in self._connections if not each.closed()}
+        if len(self._connections) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.close()
+        self._connections[connection] = None
+
     def add(self, page: _Page) -> None:
         """Note a new page. If there are too many that have not sent the token, drop the oldest."""
         if len(self._unknown) >= MAX_UNKNOWN:
@@ -168,6 +193,7 @@ class Pages:
         if len(self.open) >= MAX_PAGES:
             return False
         self._unknown.pop(page, None)
+        self._connections.pop(page.ws_connection.stream, None)
         self.open.add(page)
         return True
 
@@ -215,7 +241,7 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
     def on_message(self, data: str | bytes) -> None:
         try:
             content = msgspec.json.decode(data)
-        except msgspec.DecodeError:
+        except DECODE_ERRORS:
             return
         if self._is_known:
             self._pages.feed.handle(content, lambda answer: self._pages.call(self._answer, answer))

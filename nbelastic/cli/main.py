@@ -15,7 +15,7 @@ from nbelastic.cli.replay import EventLogFile, show
 from nbelastic.client.cluster import Cluster
 from nbelastic.client.doctor import examine
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
-from nbelastic.notebook.status_text import ClusterList, FindingList, StatusView, limits
+from nbelastic.notebook.status_text import ClusterList, FindingList, StatusView, limits, print_unanswered
 from nbelastic.system import running_agents, versions
 from nbelastic.system.argument_types import check_time_left
 from nbelastic.system.terminal_text import remove_controls
@@ -137,6 +137,7 @@ def _stop(options: Namespace) -> None:
         if cluster.status().phase != "finished":
             raise ClusterStoppedError(f"{cluster.name!r} has not stopped in time: {cluster.status().reason}.")
         print(f"{cluster.name}: stopped.")
+        print_unanswered(cluster)
     elif job is None or job.done():
         print(f"{cluster.name}: no job is running.")
     else:

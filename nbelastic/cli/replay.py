@@ -17,7 +17,7 @@ from nbelastic.core.replay import Line, Played
 from nbelastic.errors import UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
 from nbelastic.system import versions
 from nbelastic.system.terminal_text import remove_controls
 
@@ -110,7 +110,7 @@ class EventLogFile:
         for _, text in self.texts():
             try:
                 line: dict[str, Any] = msgspec.json.decode(text)
-            except msgspec.DecodeError:
+            except DECODE_ERRORS:
                 continue
             number += "event" in line
             if last is not None and number > last:
@@ -197,7 +197,7 @@ def _value(value: object) -> str:
 def _is_cut_off(text: bytes) -> bool:
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         return text.startswith(b'{"at"')
     return False
 

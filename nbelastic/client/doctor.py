@@ -14,6 +14,7 @@ import msgspec
 from nbelastic.client.waiting import wait_for_result
 from nbelastic.protocol.host_facts import MARK, HostFacts, Reached, Target
 from nbelastic.protocol.host_parsing import parse_host
+from nbelastic.protocol.host_texts import cleaned
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import SSH
 from nbelastic.provision import ssh
@@ -109,7 +110,7 @@ class _Host:
                 if line is None:
                     self.problem = await self._explain_end()
                     return
-            self.facts = msgspec.json.decode(line, type=HostFacts)
+            self.facts = cleaned(msgspec.json.decode(line, type=HostFacts))
         except TimeoutError:
             self.problem = f"it has not answered for {FACTS_TIMEOUT:g} s: try `ssh {self.name}` in a terminal"
         except (msgspec.DecodeError, ValueError):
@@ -130,7 +131,8 @@ class _Host:
             async with asyncio.timeout(REACH_TIMEOUT):
                 self._process.stdin.write(msgspec.json.encode(targets) + b"\n")
                 await self._process.stdin.drain()
-                self.reached = msgspec.json.decode(await self._answer() or b"[]", type=list[Reached])
+                reached = msgspec.json.decode(await self._answer() or b"[]", type=list[Reached])
+            self.reached = [cleaned(one) for one in reached]
         except (TimeoutError, OSError, ValueError):
             self.problem = "it did not tell which hosts it reaches: it has ended, or its network is very slow"
 

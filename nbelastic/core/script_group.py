@@ -12,6 +12,7 @@ from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.cluster_limits import NEVER, Limits
 
 CONSEQUENCES = (-15, -2)  # exit codes of workers that were asked to end, which explain nothing
+ABORTED = -6  # exit code of a worker that C++ code has aborted (SIGABRT), as after an exception that is not caught
 
 
 class Stage(StrEnum):
@@ -99,12 +100,17 @@ def ranks_by_node(assignments: tuple[sev.Assignment, ...]) -> tuple[tuple[int, i
     return tuple(found)
 
 
+def was_killed(failure: sev.Failure) -> bool:
+    """Whether a signal has ended the worker that no other worker's end leads to. A broken collective may abort its process."""
+    return failure.code < 0 and failure.code != ABORTED
+
+
 def first_failure(failures: Iterable[tuple[str, sev.Failure, float]]) -> tuple[str, sev.Failure]:
     """The failure that explains the others: death by a signal before an exception, then the earlier one."""
 
     def order(each: tuple[str, sev.Failure, float]) -> tuple[bool, bool, float, int]:
         _, failure, at = each
-        return failure.code in CONSEQUENCES, failure.code > 0, at, failure.rank
+        return failure.code in CONSEQUENCES, not was_killed(failure), at, failure.rank
 
     host, failure, _ = min(failures, key=order)
     return host, failure

@@ -13,7 +13,16 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Missing, Reason, in_words
-from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, ranks_by_node, workers_in
+from nbelastic.core.script_group import (
+    Group,
+    GroupState,
+    Node,
+    Stage,
+    first_failure,
+    ranks_by_node,
+    was_killed,
+    workers_in,
+)
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.cluster_limits import NEVER
@@ -224,7 +233,7 @@ def _judge(group: Group, now: float, out: Commands) -> Group:
     first_at = min(at for _, _, at in group.failures)
     healthy = [each.host for each in group.assignments if group.nodes[each.host].state is GroupState.HEALTHY]
     all_reported, may_be_dead = not healthy, not {*healthy} <= {*group.heard}
-    decisive = first.code < 0 and group.restarts < group.terms.max_restarts
+    decisive = was_killed(first) and group.restarts < group.terms.max_restarts
     if may_be_dead and group.judge_at <= now < first_at + group.limits.timeouts.reconnect:
         group = replace(group, judge_at=now + group.limits.timeouts.grace)
     if not (all_reported or decisive or now >= group.judge_at):

@@ -19,8 +19,10 @@ class AgentHandle:
         self.slots = 0
         self.local_slots = 0  # the same if the host is this machine, else 0
         self.rehome: messages.Rehome | None = None  # the newest address of its workers, if that has changed
+        self.is_adopted = False  # an earlier driver has started it
         self.launch: asyncio.Task[None] | None = None
         self.returned = False  # an earlier driver knew that Kubernetes ends its pod
+        self.drain_announced = False  # that Slurm drains the node of its job: once, as a user may add the host again
         self.disconnected_at = 0.0  # when its connection ended last
         self.is_ending = False  # it was asked to end, or killed
 

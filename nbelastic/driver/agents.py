@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from nbelastic.core import commands as cmd
+from nbelastic.driver.agent_config import agent_config
 from nbelastic.driver.agent_handle import AgentHandle
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.dependencies import Dependencies, MessageServer
@@ -23,12 +22,13 @@ from nbelastic.driver.drained_nodes import DrainedNodes
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
 from nbelastic.driver.pod_hosts import announced_ends, returns
 from nbelastic.driver.telemetry import Telemetry
+from nbelastic.driver.unanswered_hosts import UnansweredHosts
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected
 from nbelastic.protocol.host_sources import ListedHosts
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings
+from nbelastic.protocol.settings import Settings
 from nbelastic.provision.launchers import Agent, BatchJobAgent, job_agent, tunnelled_agent
 from nbelastic.provision.pod_tunnel import PodTunnel
 from nbelastic.provision.pods import PodAgent, close_pods
@@ -37,6 +37,7 @@ from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.folder_paths import batch_folder
+from nbelastic.system.terminal_text import printable_line
 from nbelastic.transport.keys import Keys
 
 PROXY_CHECK_INTERVAL = 0.5  # seconds
@@ -73,6 +74,7 @@ class Agents:
         self._handles: dict[str, AgentHandle] = {}  # by host
         self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
         self._none_runs = asyncio.Event()
+        self._unanswered = UnansweredHosts(settings.lease, settings.heartbeat)
         self.started_count = 0
         self.tcp_proxies = ProxySet(
             ports_file(settings.run_folder), settings.driver_lease, self.expected_workers, self._tunnel_ended
@@ -83,7 +85,10 @@ class Agents:
         """End every agent and the TCP proxies. Wait until the processes have ended: a child would be a zombie."""
         tasks = [handle.launch for handle in self._handles.values() if handle.launch is not None]
         for handle in self._handles.values():
+            self._note_end(handle)
             handle.kill()
+        if (record := self._unanswered.record()) is not None:
+            self._record(record)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._running:
             with contextlib.suppress(TimeoutError):
@@ -99,6 +104,7 @@ class Agents:
         for host, old in saved.agents.items():
             handle = self._handles[host] = AgentHandle(host, old.number)
             handle.driver_address, handle.rehome, handle.returned = old.driver_address, old.rehome, old.returns
+            handle.drain_announced, handle.is_adopted = old.drain_announced, True
             handle.slots = next((h.spec.slots for h in saved.cluster.hosts if h.spec.name == host), 0)
             handle.local_slots = 0 if old.driver_address else handle.slots
             on_stop = partial(self._agent_ended, host, handle)
@@ -132,6 +138,7 @@ class Agents:
                     handle.agent.job,
                     returns(handle.agent, handle.returned),
                     handle.disconnected_at > self._heard_at(handle),
+                    handle.drain_announced,
                 ),
             )
             for host, handle in self._handles.items()
@@ -155,16 +162,23 @@ class Agents:
             }
             if states or shown:  # also unchanged ones: the reasons say for how long they have waited
                 self._changed()
-            agents = {host: handle.agent for host, handle in self._handles.items()}
-            for event in announced_ends(agents):
+            for event in announced_ends({host: handle.agent for host, handle in self._handles.items()}):
                 self._post(event)
-            replaced = {host: agent for host, agent in agents.items() if self.replaces(host)}
-            jobs = {host: agent.slurm_job for host, agent in replaced.items() if isinstance(agent, BatchJobAgent)}
-            for event in await nodes.announced_ends(jobs):
-                handle = self._handles.get(event.name)
-                if handle is not None and handle.agent is agents[event.name]:
-                    self._post(event)
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
+            await self._announce_drained(nodes)
+
+    async def _announce_drained(self, nodes: DrainedNodes) -> None:
+        """Announce the ends of hosts whose nodes are drained. The decision on the event saves that they were announced."""
+        asked = {host: handle for host, handle in self._handles.items() if self.replaces(host)}
+        jobs = {
+            host: handle.agent.slurm_job
+            for host, handle in asked.items()
+            if isinstance(handle.agent, BatchJobAgent) and not handle.drain_announced
+        }
+        for event in await nodes.announced_ends(jobs):
+            if self._handles.get(event.name) is asked[event.name]:
+                asked[event.name].drain_announced = True
+                self._post(event)
 
     async def watch_tcp_proxies(self) -> None:
         """Replace TCP proxies that have ended or are stopped, until cancelled."""
@@ -206,10 +220,10 @@ class Agents:
         """The driver's address as the host reaches it; empty if the host is the same machine."""
         return self._handles[host].driver_address if host in self._handles else ""
 
-    def open_ports(self, host: str, ports: Iterable[int]) -> None:
-        """Let this host connect to these loopback ports of the driver's machine, if it is another machine."""
+    def open_ports(self, host: str, ports: Iterable[int], engines: int) -> None:
+        """Let `engines` workers of this host connect to these ports of the driver's machine, if it is another machine."""
         if self.driver_address_for(host):
-            self._tunnel_ports.open(ports)
+            self._tunnel_ports.open(ports, engines)
 
     def has_local_agent(self, host: str) -> bool:
         """Whether the host has an agent and is this machine."""
@@ -280,32 +294,8 @@ class Agents:
         self._save()  # the agent's process outlives this driver
 
     def _config(self, spec: HostSpec, local: str, handle: AgentHandle) -> dict[str, Any]:
-        settings = self._settings
-        return {
-            "host": spec.name,
-            "number": handle.number,
-            "cluster": settings.number,
-            "towards": handle.driver_address,
-            "driver": self._server.address,
-            "threads": "",
-            "keys": msgspec.to_builtins(self._keys.for_clients()),
-            "driver_lease": settings.driver_lease if local else None,
-            "lease": settings.lease,
-            "heartbeat": settings.heartbeat,
-            "notice": settings.limits.timeouts.notice,
-            "successor": settings.limits.timeouts.successor if settings.submits_jobs and not local else 0.0,
-            "address": local,
-            "nics": settings.nics,
-            "path": list(sys.path) if local else [],
-            "run_folder": str(settings.run_folder) if local else "",
-            "log_dir": str(settings.log_dir),
-            "preload": list(settings.preload),
-            "defaults": NCCL_DEFAULTS,
-            "environment": {**NCCL_ENVIRONMENT, **settings.environment},
-            "cwd": settings.cwd or "",
-            "requirements": settings.requirements,
-            "settings": {"slots": str(spec.slots), "backend": settings.limits.backend},
-        }
+        address, keys = self._server.address, self._keys
+        return agent_config(spec, handle, local, settings=self._settings, server=address, keys=keys)
 
     def expected_workers(self) -> int:
         """How many workers may run: as many as there are slots, or the limit if that is lower."""
@@ -337,13 +327,15 @@ class Agents:
         if not self._running:
             self._none_runs.set()
         if self._handles.get(host) is handle:
+            self._note_end(handle)
             del self._handles[host]
             self._telemetry.host_samples.pop(host, None)
             self._server.forget(handle.peer)
             self._post_loss(host, handle, reason)
 
     def _post_loss(self, host: str, handle: AgentHandle | None, reason: str, silence: float = 0.0) -> None:
-        self._post(ev.AgentLost(host, reason, silence, handle.number if handle is not None else 0))
+        number = handle.number if handle is not None else 0
+        self._post(ev.AgentLost(host, printable_line(reason), silence, number))  # it may have the host's own words
         self._add_again(host, handle)
 
     def give_up(self, host: str) -> None:
@@ -357,7 +349,7 @@ class Agents:
     def _disconnected(self, host: str, handle: AgentHandle, reason: str, *, redials: bool = False) -> None:
         if self._handles.get(host) is handle:
             handle.disconnected_at = time.monotonic()
-            self._post(HostDisconnected(host, reason, handle.number, redials))
+            self._post(HostDisconnected(host, printable_line(reason), handle.number, redials))
 
     def _tunnel_ended(self, host: str, number: int) -> None:
         handle = self._handles.get(host)
@@ -390,6 +382,13 @@ class Agents:
         handle = self._handles.pop(host, None)
         self._telemetry.host_samples.pop(host, None)
         if handle is not None:
+            self._note_end(handle)
             self._server.forget(handle.peer)
             handle.kill()
         return handle
+
+    def _note_end(self, handle: AgentHandle) -> None:
+        """Note whether an agent on another machine has answered until its end, if it has connected. Pods and jobs end anyway."""
+        lives_on, heard_at = handle.driver_address and self._settings.tunnels, self._heard_at(handle)
+        if lives_on and not self._settings.makes_pods and (heard_at or handle.is_adopted):
+            self._unanswered.note_end(handle.host, self._clock.silence(heard_at) if heard_at else math.inf)

@@ -17,6 +17,7 @@ from nbelastic.driver.pending import Pending
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.errors import UsageError
 from nbelastic.protocol.code_messages import PIECE, Code, CodePiece, CodeStored, FetchCode, StoreCode, why_refused
+from nbelastic.protocol.json_encoding import DECODE_ERRORS
 from nbelastic.protocol.requests import CodeSent
 from nbelastic.system.folder_paths import placed_code
 
@@ -101,7 +102,7 @@ class CodeVersions:
             for file in code.files if not problem else ():
                 if (self._folder / file.digest).stat().st_size != file.size:
                     problem = f"{file.path} is incomplete"
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             problem = str(error)
         if problem:
             raise UsageError(f"your code cannot be sent to the hosts: {problem}.")

@@ -24,14 +24,13 @@ class DrainedNodes:
 
     def __init__(self) -> None:
         self._asked_at = float("-inf")
-        self._announced: set[str] = set()  # jobs
 
     async def announced_ends(self, jobs: Mapping[str, str]) -> list[ev.HostRemoved]:
-        """The hosts whose nodes are drained, each of its jobs once. `jobs`: by host, the number of its job.
+        """The hosts whose nodes are drained. `jobs`: by host, the number of its job.
 
         Empty if Slurm does not answer: it is asked again.
         """
-        hosts = {job: host for host, job in jobs.items() if job and job not in self._announced}
+        hosts = {job: host for host, job in jobs.items() if job}
         if not hosts or time.monotonic() < self._asked_at + POLL:
             return []
         self._asked_at = time.monotonic()
@@ -41,7 +40,6 @@ class DrainedNodes:
         except DiscoveryError:
             return []
         found = {job: (node, left) for job, (node, left) in running.items() if node in drained}
-        self._announced.update(found)
         return [
             ev.HostRemoved(hosts[job], by=f"the drain of its node {node}", within=left, replaced=True)
             for job, (node, left) in found.items()

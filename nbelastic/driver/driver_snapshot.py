@@ -27,7 +27,7 @@ class SavedAgent(msgspec.Struct, frozen=True):
     `number`: which start of an agent it is. `process`: the process for it on this machine (its own, or ssh's) as `pid@start`.
     `driver_address`: this machine's address as the host reaches it. `rehome`: the newest address of its workers, if that
     has changed. `job`: its job in a batch system, or its pod. `returns`: Kubernetes ends the pod, and the host gets another.
-    `disconnected`: its tunnel has broken, and it has sent nothing since.
+    `disconnected`: its tunnel has broken, and it has sent nothing since. `drain_announced`: that its node is drained was announced.
     """
 
     number: int
@@ -37,6 +37,7 @@ class SavedAgent(msgspec.Struct, frozen=True):
     job: str = ""
     returns: bool = False
     disconnected: bool = False
+    drain_announced: bool = False
 
     @property
     def is_tunnelled(self) -> bool:

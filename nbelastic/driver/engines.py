@@ -155,7 +155,7 @@ class Engines:
         connection = self._controller.connection if self._controller is not None else ""
         if connection and not self._engines[w]:
             try:
-                self._agents.open_ports(w.host, engine_ports(connection))
+                self._agents.open_ports(w.host, engine_ports(connection), engines=w.slot + 1)
             except OSError as error:
                 self._failures[w] = str(error)
                 self._report(f"{w} cannot connect to ipyparallel's controller", error)

@@ -16,7 +16,7 @@ from nbelastic.core import replay
 from nbelastic.driver.lost_steps import LostSteps
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
-from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
 from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord
 from nbelastic.system.private_files import append_private, read_private
 
@@ -179,6 +179,6 @@ def _read(path: Path) -> tuple[list[EventRecord], bool]:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_READ))
             for line in file:
                 if b'"record"' in line:
-                    with suppress(msgspec.DecodeError):  # cut off, at either end
+                    with suppress(*DECODE_ERRORS):  # cut off, at either end
                         records.append(_RECORD.decode(line).record)
     return records, line.endswith(b"\n")

@@ -19,7 +19,7 @@ from nbelastic.driver.engines import Engines
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.telemetry import SavedReports, SavedTelemetry, Telemetry
 from nbelastic.protocol import messages
-from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
 from nbelastic.protocol.local_clusters import fingerprint
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
@@ -158,7 +158,10 @@ class SnapshotWriter:
     def append_output(self, message: messages.WorkerOutput) -> None:
         """Save what a worker has printed."""
         if self._output is None:
-            self._output = os.fdopen(append_private(self._run_folder.path / OUTPUT), "ab")
+            path = self._run_folder.path / OUTPUT
+            is_cut_off = _is_cut_off(path)
+            self._output = os.fdopen(append_private(path), "ab")
+            self._output.write(b"\n" if is_cut_off else b"")
         self._output.write(encode(message) + b"\n")
         self._output.flush()
         if self._output.tell() > MAX_OUTPUT_SIZE:
@@ -176,9 +179,9 @@ class SnapshotWriter:
         for message in self._load_output():
             if message.job in runs:
                 runs[message.job].add_output(message)
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, *DECODE_ERRORS):
             telemetry.load(msgspec.json.decode((self._run_folder.path / TELEMETRY).read_bytes(), type=SavedTelemetry))
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, *DECODE_ERRORS):
             saved = (self._run_folder.path / REPORTS).read_bytes()
             telemetry.load_reports(msgspec.json.decode(saved, type=SavedReports))
 
@@ -187,9 +190,17 @@ class SnapshotWriter:
         for path in self._output_paths():
             with suppress(OSError), open(path, "rb") as file:
                 for line in file:
-                    with suppress(msgspec.DecodeError):  # the last one may have been cut off
+                    with suppress(*DECODE_ERRORS):  # the last one may have been cut off
                         yield decoder.decode(line)
 
     def close(self) -> None:
         if self._output is not None:
             self._output.close()
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether the last line of a file is incomplete: a driver was killed, or the disk was full."""
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)  # OSError for an empty file
+        return file.read() != b"\n"
+    return False

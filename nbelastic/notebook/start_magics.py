@@ -100,7 +100,10 @@ class StartMagics(ClusterMagics):
         elif options.job:
             self.cluster.stop_job(by="%elastic_stop")
         else:
+            from nbelastic.notebook.status_text import print_unanswered
+
             self.cluster.stop()
+            print_unanswered(self.cluster)
 
     def _close_cluster(self, *, attach: bool = False) -> None:
         """Close the last cluster before another start, or leave it before an attach. UsageError if it runs."""

@@ -102,6 +102,13 @@ def limits(least: int, most: int | None) -> str:
     return str(least) if least == most else f"{least}–{most}"
 
 
+def print_unanswered(cluster: Cluster) -> None:
+    """After a stop, print which hosts have not answered it, and when their agents end by themselves."""
+    for record in cluster.events:
+        if record.kind == "hosts-unanswered":
+            print(f"{record.text}.")
+
+
 def headline(status: Status) -> str:
     """Return the phase, its reason, the world (between jobs: the ready workers) and the generation in one line."""
     why = f": {status.reason}" if status.reason else ""

@@ -6,6 +6,8 @@ import json
 
 import msgspec
 
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)  # of msgspec; the second for a text that is not UTF-8
+
 _encoder = msgspec.json.Encoder()
 
 

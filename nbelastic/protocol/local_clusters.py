@@ -19,6 +19,7 @@ import msgspec
 
 from nbelastic.errors import UsageError
 from nbelastic.protocol import agent_messages, node_messages, worker_messages
+from nbelastic.protocol.json_encoding import DECODE_ERRORS
 from nbelastic.protocol.messages import HEAD
 from nbelastic.protocol.run_folder import RunFolder, lock_holder
 from nbelastic.protocol.timeouts import DRIVER_START, TAKEOVER_PER_WORKER
@@ -133,7 +134,7 @@ def _read_any_version(folder: Path) -> tuple[_AnyVersion, bytes, int]:
 def _decoded(path: Path, data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise UsageError(
             f"{path} is damaged ({error}): the cluster cannot be attached to, and ends within its lease."
         ) from None
@@ -254,7 +255,7 @@ def claim_name(run_folder: RunFolder, number: str) -> None:
 
 def _other_machine(run_folder: RunFolder) -> str:
     """The machine to which the cluster of this name belongs; empty if it is this one, or there is no such cluster."""
-    with suppress(OSError, msgspec.DecodeError):  # there is no snapshot, or it is damaged
+    with suppress(OSError, *DECODE_ERRORS):  # there is no snapshot, or it is damaged
         return msgspec.json.decode((run_folder.path / SNAPSHOT_FILE).read_bytes(), type=_AnyVersion).elsewhere
     return ""
 

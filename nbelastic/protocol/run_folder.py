@@ -6,12 +6,12 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from nbelastic.errors import AnotherDriverError, UsageError
 from nbelastic.system import at_fork
-from nbelastic.system.folder_paths import runs_folder, user_folder
+from nbelastic.system.folder_paths import kept_from_cleaners, runs_folder, user_folder
 from nbelastic.system.process_identity import identity, is_alive, pid_of
 
 LONGEST = 100  # bytes of a cluster's name, which is part of file names
@@ -31,6 +31,7 @@ class RunFolder:
         self.path = runs_folder() / name
         self.lock = self.path.with_name(f"{name}.lock")
         self._lock_fd = -1
+        self._while_locked = ExitStack()
 
     def acquire(self) -> None:
         """Lock the name, as its one driver. AnotherDriverError if another process has the lock."""
@@ -49,6 +50,7 @@ class RunFolder:
                 break
             os.close(fd)  # the process that had the lock has removed the file
         self._lock_fd = fd
+        self._while_locked.enter_context(kept_from_cleaners(path.parents[1]))
         at_fork.register(self._close_in_child)
         os.ftruncate(fd, 0)
         os.pwrite(fd, identity(os.getpid()).encode(), 0)
@@ -93,6 +95,7 @@ class RunFolder:
     def _take_lock_fd(self) -> int:
         at_fork.unregister(self._close_in_child)
         fd, self._lock_fd = self._lock_fd, -1
+        self._while_locked.close()
         return fd
 
     def _close_in_child(self) -> None:

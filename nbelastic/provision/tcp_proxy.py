@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -134,13 +135,14 @@ class ProxySet:
     def adopt(self, saved: Iterable[SavedProxy]) -> None:
         """Take over the proxies of an earlier driver."""
         self._proxies = {each.address: TcpProxy.adopted(each, *self._settings) for each in saved}
-        self._listen()
         self.restart_dead()
 
     def _listen(self) -> None:
+        """Listen for the ends of tunnels. Hosts work without that too: then only their silence shows that they are lost."""
         if self._proxies and self._listener is None and self._on_tunnel_end is not None:
-            self._listener = ended_tunnels.listen(self._settings[0].parent)
-            asyncio.get_running_loop().add_reader(self._listener, self._read_end)
+            with suppress(OSError):  # no descriptor is free, or the disk is full: `restart_dead` tries again
+                self._listener = ended_tunnels.listen(self._settings[0].parent)
+                asyncio.get_running_loop().add_reader(self._listener, self._read_end)
 
     def _read_end(self) -> None:
         ended = ended_tunnels.read(self._listener) if self._listener is not None else None
@@ -149,6 +151,7 @@ class ProxySet:
 
     def restart_dead(self) -> list[str]:
         """Replace processes that have ended; call this regularly. Return the addresses of the replaced processes."""
+        self._listen()
         now = time.monotonic()
         return [address for address, proxy in self._proxies.items() if proxy.restart_if_dead(now)]
 

@@ -26,13 +26,14 @@ class TunnelPorts:
     def __init__(self, run_folder: Path, client_secret: str) -> None:
         self._file = ports_file(run_folder)
         self._key = handshake.key_from(client_secret).hex()
-        self._open: set[int] | None = None
+        self._allowed: Allowed | None = None
 
-    def open(self, ports: Iterable[int]) -> None:
-        """Let hosts connect to these ports too."""
-        if self._open is None:
-            earlier = allowed_ports.read(self._file)
-            self._open = set(earlier.ports if earlier is not None else ())
-        if not self._open.issuperset(ports):
-            self._open.update(ports)
-            replace_private(self._file, [msgspec.json.encode(Allowed(self._key, tuple(sorted(self._open))))])
+    def open(self, ports: Iterable[int], engines: int = 0) -> None:
+        """Let hosts connect to these ports too. `engines`: how many workers of a host may do so."""
+        if self._allowed is None:
+            self._allowed = allowed_ports.read(self._file) or Allowed(self._key)
+        known = self._allowed
+        wanted = Allowed(self._key, tuple(sorted({*known.ports, *ports})), max(known.engines, engines))
+        if wanted != known:
+            replace_private(self._file, [msgspec.json.encode(wanted)])
+            self._allowed = wanted

@@ -68,12 +68,27 @@ def process_folder() -> Iterator[Path]:
         with contextlib.suppress(OSError), _locked(folder):  # BlockingIOError: its process still runs
             shutil.rmtree(folder, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=user_folder()))  # until it is locked, no process removes this name
-    with _locked(new):
+    with _locked(new), kept_from_cleaners(user_folder()):
         path = new.rename(new.with_name(locked + new.name))
         try:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def kept_from_cleaners(folder: Path) -> Iterator[None]:
+    """Keep the system from removing old files in `folder`, such as the sockets and programs of a cluster that runs for weeks.
+
+    systemd-tmpfiles leaves a locked folder alone, with all that is in it. Several processes may lock it so.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # it is being cleaned just now, or its file system has no locks
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

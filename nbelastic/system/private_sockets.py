@@ -29,11 +29,12 @@ def connect_in(folder: Path, name: str, kind: int = socket.SOCK_STREAM) -> socke
 @contextlib.contextmanager
 def _socket_and_path(folder: Path, name: str, kind: int) -> Iterator[tuple[socket.socket, str]]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    made = socket.socket(socket.AF_UNIX, kind)
     try:
-        yield made, f"/proc/self/fd/{descriptor}/{name}"
-    except BaseException:
-        made.close()
-        raise
+        made = socket.socket(socket.AF_UNIX, kind)
+        try:
+            yield made, f"/proc/self/fd/{descriptor}/{name}"
+        except BaseException:
+            made.close()
+            raise
     finally:
         os.close(descriptor)

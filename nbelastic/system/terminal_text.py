@@ -10,6 +10,8 @@ _CONTROLS = re.compile(
     r"|\x1b(?!\[[0-9;:]*m)[ -/]*[0-Z\\^-~]?"  # any other escape
     r"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
 )
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+MOST_OF_A_LINE = 1000  # characters of another host's text that people see
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-ln-~]")  # control sequences other than for colours, which end in `m`
 
 
@@ -30,6 +32,15 @@ def remove_controls(text: str) -> str:
     Text of a program or another host could otherwise change the terminal's title, clipboard or earlier lines.
     """
     return _CONTROLS.sub("", text)
+
+
+def printable_line(text: str, most: int = MOST_OF_A_LINE) -> str:
+    """The text as one line of at most `most` printable characters, without colours."""
+    if len(text) <= most and text.isprintable():
+        return text
+    text = remove_controls(_COLOURS.sub("", text[: 4 * most].strip()))
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def as_displayed(line: str) -> str:

@@ -25,7 +25,7 @@ import zmq.auth.asyncio
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
-from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
 from nbelastic.system.fault_handling import guarded
 from nbelastic.transport.delivery import Delivery
 from nbelastic.transport.keys import Keys
@@ -328,7 +328,7 @@ class Client:
     def _handle_frame(self, frame: bytes) -> None:
         try:
             message = self._decoder.decode(frame)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (*DECODE_ERRORS, RecursionError) as error:
             self.dropped += 1
             if self.dropped == 1:
                 log.warning("dropped a message of the driver: %.200s; later ones are only counted", error)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.errors import UsageError
-from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
 from nbelastic.system.folder_paths import runs_folder
 from nbelastic.system.private_files import replace_private
 from nbelastic.transport.keys import Keys
@@ -42,7 +42,7 @@ def read(path: str | Path) -> ClusterFile:
         raise UsageError(f"the cluster file {path} can be read by others, and holds keys: chmod 600 it.")
     try:
         return msgspec.json.decode(data, type=ClusterFile)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise UsageError(f"{path} is not a cluster file: {error}.") from None
 
 

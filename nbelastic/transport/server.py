@@ -29,6 +29,7 @@ from nbelastic.protocol import agent_messages, messages, node_messages, worker_m
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.connection_events import EnvironmentReported
+from nbelastic.protocol.host_texts import cleaned
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.messages import HEAD
@@ -357,7 +358,7 @@ class Server:
         role, _, name = peer.partition("/")
         decoder = self._decoders.get(role)
         try:
-            if decoder is None or len(frames) != 1 or len(frames[0]) > MAX_MESSAGE:
+            if decoder is None or not name.isprintable() or len(frames) != 1 or len(frames[0]) > MAX_MESSAGE:
                 raise msgspec.ValidationError("unknown role, several frames or too long")
             message: messages.Message | ev.Event = decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -369,7 +370,7 @@ class Server:
         if str(speaker) != name.partition("~")[0]:  # agents of one host are numbered
             self._drop(peer, f"speaks for {str(speaker)[:80]!r}")
             return None
-        return message
+        return cleaned(message)
 
     def _drop(self, peer: str, why: str) -> None:
         key = peer if peer in self.heard_at else "strangers"

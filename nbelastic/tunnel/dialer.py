@@ -55,7 +55,11 @@ class Dialer:
 
     def _begin(self, now: float) -> None:
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        self._connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self._connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError:  # this process has too many descriptors
+            self._next_at = now + self._backoff.next()
+            return
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in OPTIONS:
@@ -94,12 +98,19 @@ class Dialer:
             return
         self._challenge += data
         if len(self._challenge) == handshake.SIZE:
-            connection, self._connection = self._connection, None
-            self._forwarder.unwatch(connection.fileno())
-            answer = handshake.answer_to(self._challenge, self._key)
-            with connection:
-                self._forwarder.attach(os.dup(connection.fileno()), os.dup(connection.fileno()), answer)
-                self._forwarder.send(Frame(Kind.NAME, payload=self._name))
+            self._attach(self._connection)
+
+    def _attach(self, connection: socket.socket) -> None:
+        """Let the forwarder use the connection."""
+        try:
+            writer = os.dup(connection.fileno())
+        except OSError:  # this process has too many descriptors
+            self._fail(time.monotonic())
+            return
+        self._connection, self._attached_at = None, time.monotonic()  # it may break at once
+        self._forwarder.unwatch(connection.fileno())
+        self._forwarder.attach(connection.detach(), writer, handshake.answer_to(self._challenge, self._key))
+        self._forwarder.send(Frame(Kind.NAME, payload=self._name))
 
     def _fail(self, now: float) -> None:
         assert self._connection is not None

@@ -87,35 +87,37 @@ class _DriverEnd:
         assert ssh.stdin is not None
         assert ssh.stdout is not None
         assert ssh.stderr is not None
-        self._errors = ssh.stderr.fileno()
+        self._errors, self._errors_end = ssh.stderr.fileno(), False
+        self._pidfd = os.pidfd_open(ssh.pid)
         os.set_blocking(self._errors, False)
         self._forwarder.watch(self._errors, self._take_errors)
         with ssh.stdin, ssh.stdout:
             self._forwarder.attach(os.dup(ssh.stdout.fileno()), os.dup(ssh.stdin.fileno()), self._config)
 
     def _wait_for_ssh(self) -> int:
-        """Wait for the end of ssh, which has no streams any more; kill it if that takes too long. Return its exit code."""
-        try:
-            code = self._ssh.wait(EXIT_TIMEOUT)
-        except subprocess.TimeoutExpired:
+        """Wait for the end of ssh, and print its errors meanwhile; kill it if that takes too long. Return its exit code."""
+        end = time.monotonic() + EXIT_TIMEOUT
+        while (left := end - time.monotonic()) > 0:
+            errors = () if self._errors_end else (self._errors,)
+            ready, _, _ = select.select([*errors, self._pidfd], [], [], left)
+            if self._errors not in ready:  # all was read
+                break
+            self._take_errors()
+        if self._ssh.poll() is None:
             self._ssh.kill()
-            code = self._ssh.wait()
-        self._take_errors()
-        return code
+        return self._ssh.wait()
 
     def _kill_ssh_later(self) -> None:
         """Leave a process that kills ssh after ORPHAN_TIMEOUT: a program that hangs on the host would keep it."""
-        pidfd = os.pidfd_open(self._ssh.pid)
         if os.fork() == 0:
             try:
                 os.setsid()
                 os.close(self._errors)
                 _leave_output()
-                if not select.select([pidfd], [], [], ORPHAN_TIMEOUT)[0]:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                if not select.select([self._pidfd], [], [], ORPHAN_TIMEOUT)[0]:
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             finally:
                 os._exit(0)
-        os.close(pidfd)
 
     def _print_noise(self) -> None:
         noise = self._forwarder.take_noise().strip()
@@ -131,6 +133,7 @@ class _DriverEnd:
         if text:
             _print(text)
         else:
+            self._errors_end = True
             self._forwarder.unwatch(self._errors)
 
     def _on_frame(self, frame: Frame) -> None:

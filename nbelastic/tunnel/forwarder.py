@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from nbelastic.tunnel.frames import MAX_PAYLOAD, NUMBER, WINDOW, Decoder, Frame, Kind, TunnelError, encode, number
+from nbelastic.tunnel.strangers import SERVER_PART, STRANGER_PART
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 MAX_QUEUED = 1 << 20  # bytes for the ssh connection; while more are queued, this end reads from no connection
@@ -19,13 +20,19 @@ EOF_GRACE = 0.2  # seconds in which a broken ssh connection shows that it does n
 
 
 class _Channel:
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(self, connection: socket.socket, port: int) -> None:
+        self.connection, self.port = connection, port
+        self.sent = self.answered = 0  # bytes of the other end, and bytes for it
         self.credit = WINDOW  # bytes that the other end still takes
         self.allowed = WINDOW  # bytes that the other end may still send
         self.passed_on = 0  # bytes that were passed on and not yet credited
         self.unsent = bytearray()  # bytes for the connection
         self.closed = False  # by the other end
+
+    @property
+    def exceeds_stranger(self) -> bool:
+        """Whether the other end has sent more than a stranger may, and the server behind the port has not accepted it."""
+        return self.sent > STRANGER_PART and self.answered <= SERVER_PART
 
 
 class Forwarder:
@@ -33,15 +40,16 @@ class Forwarder:
 
     `on_lost(reason, closed)` is called when the ssh connection has ended; `closed`, on a host: the other end has closed it and ssh
     still runs.
-    `connect(port)` returns a new connection for a frame OPEN, or None if the port is not allowed. Only the end on the driver's
-    machine has it: the other one may not be asked to connect. `preamble`: the other end sends one before its first frame.
+    `connect(port, channels)` returns a new connection for a frame OPEN, or None if that is not allowed; `channels`: how many lead
+    to this port. Only the end on the driver's machine has it: the other one may not be asked to connect. There a channel ends if
+    its peer sends more than a stranger may. `preamble`: the other end sends one before its first frame.
     """
 
     def __init__(
         self,
         on_frame: Callable[[Frame], None],
         on_lost: Callable[[str, bool], None],
-        connect: Callable[[int], socket.socket | None] | None = None,
+        connect: Callable[[int, int], socket.socket | None] | None = None,
         *,
         preamble: bool = False,
     ) -> None:
@@ -122,7 +130,7 @@ class Forwarder:
             connection.close()
             return
         self._opened += 1
-        self._add(self._opened, connection)
+        self._add(self._opened, connection, port)
         self.send(Frame(Kind.OPEN, self._opened, NUMBER.pack(port)))
 
     def send(self, frame: Frame) -> None:
@@ -196,6 +204,10 @@ class Forwarder:
                 channel.allowed -= len(frame.payload)
                 if channel.allowed < 0:
                     raise TunnelError("more bytes than its window has")
+                channel.sent += len(frame.payload)
+                if self._connect is not None and channel.exceeds_stranger:
+                    self._end(frame.channel)
+                    return
                 channel.unsent += frame.payload
                 self._pass_on(frame.channel)
             case Kind.CREDIT:
@@ -212,17 +224,18 @@ class Forwarder:
     def _open_for_peer(self, name: int, port: int) -> None:
         if self._connect is None or name in self._channels:
             raise TunnelError("it opens a channel that it may not open")
-        connection = self._connect(port) if len(self._channels) < MAX_CHANNELS else None
+        present = sum(channel.port == port for channel in self._channels.values())
+        connection = self._connect(port, present) if len(self._channels) < MAX_CHANNELS else None
         if connection is None:
             self.send(Frame(Kind.CLOSE, name))
         else:
-            self._add(name, connection)
+            self._add(name, connection, port)
 
     # ---- connections of this machine ----
 
-    def _add(self, name: int, connection: socket.socket) -> None:
+    def _add(self, name: int, connection: socket.socket, port: int) -> None:
         connection.setblocking(False)
-        self._channels[name] = _Channel(connection)
+        self._channels[name] = _Channel(connection, port)
         self._update(name)
 
     def _update(self, name: int) -> None:
@@ -252,12 +265,12 @@ class Forwarder:
             data = b""
         if data:
             channel.credit -= len(data)
+            channel.answered += len(data)
             self.send(Frame(Kind.DATA, name, data))
             if name in self._channels:
                 self._update(name)
         else:
-            self._forget(name)
-            self.send(Frame(Kind.CLOSE, name))
+            self._end(name)
 
     def _pass_on(self, name: int) -> None:
         """Write to the connection what the other end has sent."""
@@ -270,8 +283,7 @@ class Forwarder:
         except BlockingIOError:
             pass
         except OSError:
-            self._forget(name)
-            self.send(Frame(Kind.CLOSE, name))
+            self._end(name)
             return
         if channel.closed and not channel.unsent:
             self._forget(name)
@@ -282,6 +294,11 @@ class Forwarder:
             self.send(Frame(Kind.CREDIT, name, NUMBER.pack(credit)))
         if name in self._channels:
             self._update(name)
+
+    def _end(self, name: int) -> None:
+        """End the channel at both ends."""
+        self._forget(name)
+        self.send(Frame(Kind.CLOSE, name))
 
     def _forget(self, name: int) -> None:
         channel = self._channels.pop(name)

@@ -28,14 +28,13 @@ from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
 from nbelastic.tunnel import allowed_ports, ended_tunnels, handshake
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import PREAMBLE, Frame, Kind
+from nbelastic.tunnel.strangers import SERVER_PART, STRANGER_PART
 
 MOST_PER_PEER = 128  # strangers' connections from one address; at least two per worker that the cluster wants
 MOST = 4096  # strangers' connections; at least four per worker that the cluster wants
 MOST_CHANNELS_PER_PEER = 512  # in the tunnels of one address; at least 16 per worker: an engine opens about six
 FIRST_BYTE_TIMEOUT = 30.0  # seconds; a server of ZeroMQ waits as long
 HANDSHAKE_TIMEOUT = 10.0  # seconds for a tunnel's preamble and answer
-SERVER_PART = 64 + 170  # bytes that ZeroMQ's server sends to a stranger: its greeting and WELCOME, see RFC 26 of ZeroMQ
-STRANGER_PART = 1 << 12  # bytes that a stranger may send to it; a terminal needs about 1,000
 BUFFER = 1 << 13  # bytes that are read ahead of a terminal
 IDLE = 60.0  # seconds after which a tunnel without channels is closed: a host's agent always has one
 ACCEPT_PAUSE = 1.0  # seconds until the next try if this process has too many descriptors
@@ -154,7 +153,8 @@ class _Proxy:
         peer.tunnels.add(tunnel)
         loop.add_reader(tunnel.fileno(), tunnel.turn, 0.0)
         try:
-            tunnel.attach(os.dup(connection.fileno()), os.dup(connection.fileno()))
+            writer = os.dup(connection.fileno())
+            tunnel.attach(connection.detach(), writer)
             while not over.is_set():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(over.wait(), IDLE)
@@ -173,11 +173,11 @@ class _Proxy:
         if name not in self._newest and not ended_tunnels.report(self._ports.parent, name) and tries:
             asyncio.get_running_loop().call_later(REPORT_PAUSE, self._report_end, name, tries - 1)
 
-    def _connect(self, peer: _Peer, address: str, port: int) -> socket.socket | None:
+    def _connect(self, peer: _Peer, address: str, port: int, channels: int) -> socket.socket | None:
         if peer.channels >= self._most_channels:
             self._print_refusal(address, f"{peer.channels} channels of it")
             return None
-        return allowed_ports.connect(self._ports, port)
+        return allowed_ports.connect(self._ports, port, channels)
 
     async def _forward_to_server(self, connection: socket.socket, not_strange: Callable[[], None]) -> None:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._server)

@@ -37,8 +37,8 @@ def test_when_no_restarts_are_left_the_first_failure_is_the_job_s():
 
 @pytest.mark.parametrize(
     ("codes", "first"),
-    [((1, -9), 1), ((-15, 1), 1), ((1, 1), 0), ((-15, -11), 1)],
-    ids=["a signal before an exception", "ended by its node", "by time", "a crash"],
+    [((1, -9), 1), ((-15, 1), 1), ((1, 1), 0), ((-15, -11), 1), ((-6, -9), 1), ((1, -6), 0)],
+    ids=["a signal before an exception", "ended by its node", "by time", "a crash", "an abort", "an abort by time"],
 )
 def test_a_killed_worker_is_the_first_failure(codes, first):
     """A killed worker counts as the first failure, although it reports no time of its own."""
@@ -62,6 +62,15 @@ def test_an_exception_that_a_lost_host_explains_is_not_a_failure():
     play.look("a:1")
     assert play.assignments == [("a", 1)]
     assert play.group.restarts == 0
+
+
+def test_an_abort_that_a_lost_host_explains_is_not_a_failure():
+    """C++ code aborts a process (SIGABRT) after a broken collective, and the loss is known later: `max_restarts` keeps its count."""
+    play = Play("a:1", "b:1", max_restarts=1, grace=1.0)
+    play.fail("a", code=-6)
+    assert "waiting for the other nodes" in play.why
+    play.look("a:1")
+    assert (play.assignments, play.group.restarts) == ([("a", 1)], 0)
 
 
 def test_an_unexplained_exception_is_judged_after_the_grace_time():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -145,6 +146,29 @@ def test_silent_connections_do_not_keep_a_page_out(visit, monkeypatch):
         late = await site.page()
         assert await late.read_message() is None
         assert late.close_code == dashboard_server.TOO_MANY
+
+    visit(story)
+
+
+def test_plain_connections_are_bounded_and_keep_no_page_out(visit, monkeypatch):
+    """Any user of the machine can open them. A page that has sent the token stays, and another one gets in."""
+    monkeypatch.setattr(dashboard_server, "MAX_CONNECTIONS", 8)
+
+    async def story(site):
+        first = await site.page()
+        await read(first, lambda m: "state" in m)
+        silent = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(30)]
+        second = await site.page()
+        await read(second, lambda m: "state" in m)
+        async with asyncio.timeout(10):
+            for reader, _ in silent[: 30 - 8]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        assert not silent[-1][0].at_eof()
+        await first.write_message(json.dumps({"ask": "history", "id": "0-1"}))
+        await read(first, lambda m: m.get("reply") == "0-1")
+        for _, writer in silent:
+            writer.close()
 
     visit(story)
 

@@ -144,6 +144,21 @@ def test_a_machine_without_ssh_is_a_finding(monkeypatch):
     assert found == [Finding("no-such-host.invalid", "wrong", text)]
 
 
+def test_what_a_host_answers_is_shown_as_printable_lines(monkeypatch):
+    """Control characters of a host do not reach the terminal, and its texts are cut."""
+    code = """
+import msgspec
+from nbelastic.protocol.host_facts import MARK, HostFacts
+versions = {"torch": "\\x1b]0;title\\x07" + 10_000 * "x"}
+print(MARK + msgspec.json.encode(HostFacts(versions, "", {"e\\nth0": ("\\x9b2J",)}, {}, "")).decode())
+"""
+    monkeypatch.setattr(doctor, "CODE", code)
+    (found,) = [finding for finding in examine([]) if finding.state == "ok"]
+    assert found.text.isprintable()
+    assert found.text.startswith("torch xxx")
+    assert len(found.text) < 1100
+
+
 def test_this_machine_is_examined_with_all_its_names():
     """Loopback addresses are names of this machine. It has one line."""
     (found,) = [finding for finding in examine(["localhost", "127.0.0.2"]) if finding.state == "ok"]

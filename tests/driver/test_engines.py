@@ -232,7 +232,7 @@ def test_a_full_disk_fails_one_worker(tmp_path):
             agents = fakes.driver._components.agents
             before = agents.open_ports
 
-            def open_ports(host, ports):
+            def open_ports(host, ports, engines):
                 if host == "b":
                     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -81,6 +81,27 @@ def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
     run_story(story)
 
 
+class OddHost(DriverWithFakes):
+    """A driver whose host answers with control characters."""
+
+    async def locate(self, spec, launcher):
+        raise ValueError("\x1b[2J\x1b]0;title\x07odd\n" + 100_000 * "x")
+
+
+def test_the_reason_of_a_lost_host_is_a_printable_line(tmp_path):
+    """It may have words of the host, such as the last lines of a batch job: the event log has no control characters of it."""
+
+    async def story():
+        async with OddHost(tmp_path, "gpu9") as fakes:
+            await fakes.settle()
+            (text,) = [record.text for record in fakes.driver.event_log.kept()[0] if record.kind == "host-lost"]
+            assert text.isprintable()
+            assert "cannot be started: odd xxx" in text
+            assert len(text) < 1100
+
+    run_story(story)
+
+
 def test_an_error_while_a_connection_file_is_made_is_raised(start_hostless, monkeypatch):
     """Any error while a connection file is made is raised by the call."""
     monkeypatch.setattr(connection_files, "driver_address_towards", failing)

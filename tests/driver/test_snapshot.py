@@ -16,11 +16,13 @@ from nbelastic.core.cluster_snapshot import snapshot_of
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent, SavedJob
 from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.snapshot_writer import OUTPUT, SnapshotWriter
 from nbelastic.errors import UsageError
 from nbelastic.protocol import local_clusters
 from nbelastic.protocol.cluster_limits import Limits
-from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.local_clusters import SNAPSHOT_FILE, claim_name, clusters, find_run_folder
+from nbelastic.protocol.messages import WorkerOutput
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.provision.discovery import source_of
 from nbelastic.system.folder_paths import runs_folder
@@ -172,6 +174,46 @@ def test_a_process_is_identified_by_pid_and_start_time():
     assert not is_alive(US + "0")
     assert not is_alive("")
     assert identity(2**22 + 1) == ""
+
+
+def test_a_snapshot_that_is_no_text_is_named(tmp_path):
+    """Clients get one line, and the list of clusters has the other ones."""
+    folder = cluster_without_driver("broken").path
+    cluster_without_driver("whole")
+    data = (folder / SNAPSHOT_FILE).read_bytes()
+    (folder / SNAPSHOT_FILE).write_bytes(data.replace(b'"/logs"', b'"/\xe2\x82"'))
+    with pytest.raises(UsageError, match="is damaged"):
+        DriverSnapshot.read(folder)
+    listed = {info.name: info.problem for info in clusters()}
+    assert set(listed) == {"broken", "whole"}
+    assert "is damaged" in listed["broken"]
+
+
+def test_a_line_of_output_that_was_cut_off_costs_no_other():
+    """A driver is killed in the middle of a character. Each next driver loads all other lines of the workers' output."""
+    run_folder = RunFolder("cut")
+    run_folder.make()
+    worker = WorkerId("a", 0, 1)
+
+    def driver():
+        return SnapshotWriter(run_folder, {})
+
+    def printed(text):
+        return WorkerOutput(worker, "out", text, len(text), "job-1")
+
+    first = driver()
+    first.append_output(printed("one"))
+    first.append_output(printed("75 % █████"))
+    first.close()
+    path = run_folder.path / OUTPUT
+    path.write_bytes(path.read_bytes().rpartition("█".encode())[0] + "█".encode()[:2])
+    for number in range(2):
+        after = driver()
+        assert [message.text for message in after._load_output()] == ["one", "two", "two"][: 1 + number]
+        after.append_output(printed("two"))
+        after.close()
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 4
 
 
 def test_the_event_log_continues(tmp_path):

@@ -1,8 +1,10 @@
 """Hosts that die, are cut off or slow, and workers that hang: what is lost, why, and that no stale worker returns."""
 
 import ctypes
+import os
 import platform
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.cluster_checks import LONG, event_texts, wait_for_more_steps, worker_on
+from tests.hosts.network import DRIVER
 from tests.process import programs
 from tests.process.training import in_one_generation
 from tests.support.processes import alive
@@ -93,6 +96,30 @@ def test_two_hosts_that_do_not_reach_each_other(network, trains):
     training.wait_for_world(3, timeout=LONG)
     assert worker_on(training, "h3").id != victim.id
     check_no_trace(training, victim, since)
+    assert len(training.finish(timeout=LONG)) == 3
+
+
+@pytest.mark.soak(seconds=25)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cut", ["a pair", "one way", "a host", "the driver"])
+def test_a_cut_while_a_world_forms(network, trains, cut):
+    """A worker is killed, and the network is cut at that moment for longer than `silence`. Healed, all three train, and no step is lost."""
+    training = trains("h1:1,h2:1,h3:1", min=1, silence=SILENCE)
+    training.wait_for_world(3, timeout=LONG)
+    for victim in ("h3", "h1"):
+        first, second = sorted({"h1", "h2", "h3"} - {victim})
+        os.kill(worker_on(training, victim).pid, signal.SIGKILL)
+        if cut == "a host":
+            network.cut(second)
+        elif cut == "the driver":
+            network.cut_between(DRIVER, second)
+        else:
+            network.cut_between(first, second, one_way=cut == "one way")
+        healed = time.monotonic() + 3 * SILENCE
+        until(lambda healed=healed: time.monotonic() > healed, LONG, "the cut to last")
+        network.heal()
+        training.wait_for_world(3, timeout=LONG)
+        wait_for_more_steps(training, 5)
     assert len(training.finish(timeout=LONG)) == 3
 
 

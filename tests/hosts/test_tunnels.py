@@ -3,16 +3,20 @@
 import os
 import signal
 import socket
+from collections import Counter
 
 import psutil
 import pytest
 
+from nbelastic.notebook.status_text import print_unanswered
 from nbelastic.system import tunnel_folder
 from tests.hosts.cluster_checks import LONG, event_texts, host_reasons, strays, wait_for_more_steps, worker_on
 from tests.hosts.network import DRIVER
 from tests.process.training import in_one_generation
 from tests.support.processes import alive, driver_pid
 from tests.support.waiting import until
+
+SILENCE = 2.0
 
 
 def tunnels(cluster):
@@ -104,6 +108,20 @@ def test_a_host_without_its_connection_is_lost_when_the_training_breaks(network,
     assert len(training.finish(timeout=LONG)) == 3
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_stop_names_the_hosts_that_it_does_not_reach(network, trains, capsys, cut):
+    """A host that is cut off is named after the stop, with the time in which its agent ends. A host that has ended is not."""
+    training = trains("h1:1,h2:1", min=1, keep=True, lease=12.0, silence=SILENCE)
+    training.wait_for_world(2, timeout=LONG)
+    if cut:
+        network.cut("h2")
+    capsys.readouterr()
+    training.cluster.stop()
+    print_unanswered(training.cluster)
+    line = "h2 did not answer the stop: an agent that still runs there ends by itself within 12 s.\n"
+    assert capsys.readouterr().out == (line if cut else "")
+
+
 def test_a_killed_tunnel_ends_its_agent(network, trains):
     """If the tunnel's process is killed and not its ssh client, the host's agent ends, and the host is started again."""
     training = trains("h1:1,h2:1", min=1)
@@ -130,3 +148,13 @@ def test_the_tunnel_leads_only_to_the_driver_and_the_controller(network, make, t
         other.settimeout(0.2)
         with pytest.raises(TimeoutError):
             other.accept()
+
+
+@pytest.mark.soak(seconds=25)
+def test_all_workers_of_a_host_become_engines(make):
+    """The limit of connections through a tunnel grows with the workers that %px needs: each opens one to a port."""
+    cluster = make("h1:10", min=10)
+    assert len(set(cluster.client[:].apply_sync(os.getpid))) == 10
+    (tunnel,) = tunnels(cluster).values()
+    to = Counter(each.raddr.port for each in tunnel.net_connections("tcp") if each.status == "ESTABLISHED")
+    assert max(to.values()) == 10

@@ -1,11 +1,14 @@
-"""The folder of a process: it is removed when the process ends, also when it is killed."""
+"""The folder of a process, which is removed when that ends, and the folder that contains all of a user's."""
 
+import fcntl
+import os
 import subprocess
 import sys
 import tempfile
 
 import pytest
 
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.system.folder_paths import process_folder, user_folder
 
 DIES = "import os; from nbelastic.system.folder_paths import process_folder; held = process_folder(); print(held.__enter__(), flush=True); os.kill(os.getpid(), 9)"
@@ -33,3 +36,32 @@ def test_folders_of_killed_processes_are_removed_and_others_stay():
     with process_folder() as one, process_folder() as other:
         assert sorted(user_folder().iterdir()) == sorted([one, other])
     assert list(user_folder().iterdir()) == []
+
+
+def is_cleaned():
+    """Whether systemd-tmpfiles would remove old files: it locks each folder first, and leaves out those that are locked."""
+    fd = os.open(user_folder(), os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def test_no_file_of_a_running_cluster_is_cleaned_away():
+    """A cluster that runs for weeks needs its sockets, programs and keys. Each driver and each host's agent keeps them."""
+    driver, another = RunFolder("one"), RunFolder("two")
+    assert is_cleaned()
+    driver.acquire()
+    with process_folder():
+        another.acquire()
+        assert not is_cleaned()
+        driver.release()
+        another.release(keep_folder=True)
+        assert not is_cleaned()
+    assert is_cleaned()
+    driver.acquire()
+    assert not is_cleaned()
+    driver.release()

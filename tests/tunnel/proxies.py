@@ -16,10 +16,10 @@ KEY = handshake.key_from("the client's secret")
 
 
 @contextlib.contextmanager
-def open_proxy(port, driver_lease, address="127.0.0.1", allowed=(), workers=lambda: 0):
+def open_proxy(port, driver_lease, address="127.0.0.1", allowed=(), workers=lambda: 0, engines=0):
     """A TCP proxy for the server at `port` and hosts' `allowed` ports, and the address at which it listens."""
     ports = Path(driver_lease.file).with_name("ports")
-    ports.write_bytes(msgspec.json.encode(Allowed(KEY.hex(), tuple(allowed))))
+    ports.write_bytes(msgspec.json.encode(Allowed(KEY.hex(), tuple(allowed), engines)))
     proxy = TcpProxy(address, port, ports, driver_lease, workers)
     try:
         proxy.start()

@@ -59,6 +59,7 @@ try:
         os.write(1, data)
 except ConnectionError:
     pass
+os.close(1)
 sys.exit(host.wait())
 """
 
@@ -297,6 +298,27 @@ def test_a_host_that_prints_without_end_does_not_fill_the_disk(machines, fd):
     tunnel = machines.open(before=PRINTS.format(fd=fd))
     assert tunnel.wait(60) == CONNECTION_LOST
     assert (machines.folder / "log-0").stat().st_size < 20_000_000  # of 65 MB
+    assert machines.log().endswith("\nthe end\n")
+
+
+PRINTS_LAST = """
+import os, sys
+from nbelastic.tunnel.frames import PREAMBLE
+os.write(1, PREAMBLE)
+os.close(0)
+os.close(1)
+for _ in range(10):
+    sys.stderr.write("x" * 65535 + "\\n")
+sys.stderr.write("the end\\n")
+sys.stderr.flush()
+os._exit(3)
+"""
+
+
+def test_what_ssh_prints_last_is_read_to_its_end(machines):
+    """More than a pipe holds comes after the tunnel has ended: ssh is not blocked by it, and the log has its last line."""
+    tunnel = machines.open(before=PRINTS_LAST)
+    assert tunnel.wait(60) == CONNECTION_LOST
     assert machines.log().endswith("\nthe end\n")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from nbelastic.tunnel.forwarder import MAX_CHANNELS, Forwarder
 from nbelastic.tunnel.frames import NUMBER, PREAMBLE, WINDOW, Frame, Kind, encode
+from nbelastic.tunnel.strangers import SERVER_PART, STRANGER_PART
 from tests.support.waiting import until
 
 PORT = 4711
@@ -30,7 +31,7 @@ class Ends:
         self.driver.attach(up[0].detach(), down[0].detach())
         self.host.attach(down[1].detach(), up[1].detach(), PREAMBLE)
 
-    def _connect(self, port):
+    def _connect(self, port, channels):
         if port != PORT:
             return None
         mine, theirs = socket.socketpair()
@@ -109,6 +110,12 @@ def test_bytes_arrive_in_both_directions(ends):
     ends.until(lambda: peek_end(server), "the end to arrive")
 
 
+def accept(ends, client, server):
+    """Let the server accept the client, as ZeroMQ's does after its handshake."""
+    server.send(bytes(SERVER_PART + 1))
+    received(ends, client, SERVER_PART + 1)
+
+
 def peek_end(connection):
     with contextlib.suppress(BlockingIOError):
         return connection.recv(1) == b""
@@ -137,6 +144,7 @@ def test_megabytes_in_both_directions_at_once(ends):
     client = ends.connect()
     ends.until(lambda: ends.served, "the connection")
     (server,) = ends.served
+    accept(ends, client, server)
     data = os.urandom(1 << 24)
     there, back = bytearray(), bytearray()
     left = {client: memoryview(data), server: memoryview(data)}
@@ -154,6 +162,26 @@ def test_megabytes_in_both_directions_at_once(ends):
     ends.until(work, "all to arrive")
     assert there == data
     assert back == data
+
+
+def test_a_stranger_costs_the_server_a_few_kilobytes(ends):
+    """A channel whose peer sends more before the server accepts it ends. Other channels, and one that was accepted, go on."""
+    stranger, peer = ends.connect(), ends.connect()
+    ends.until(lambda: len(ends.served) == 2, "both connections")
+    server, other = ends.served
+    for each in ends.served:
+        each.setblocking(False)
+    send_all(ends, stranger, bytes(STRANGER_PART))
+    assert received(ends, server, STRANGER_PART) == bytes(STRANGER_PART)
+    server.send(bytes(SERVER_PART))
+    assert received(ends, stranger, SERVER_PART) == bytes(SERVER_PART)
+    stranger.send(b"x")
+    ends.until(lambda: peek_end(stranger), "the channel to end")
+    assert peek_end(server)
+    accept(ends, peer, other)
+    send_all(ends, peer, bytes(STRANGER_PART + 1))
+    assert received(ends, other, STRANGER_PART + 1) == bytes(STRANGER_PART + 1)
+    assert not ends.lost
 
 
 def test_other_ports_of_the_driver_s_machine_stay_closed(ends):
@@ -195,25 +223,27 @@ def test_the_host_sees_that_only_its_input_was_closed():
 
 
 def attack(*frames):
-    """What the driver's end makes of a hostile host that sends these frames: the reasons for which it ended."""
+    """What the driver's end makes of a hostile host that sends these frames: the reasons for which it ended.
+
+    The servers accept each connection at once.
+    """
     lost, connected = [], []
 
-    def connect(port):
+    def connect(port, channels):
         mine, theirs = socket.socketpair()
         connected.append(theirs)
+        theirs.send(bytes(SERVER_PART + 1))
         return mine
 
     driver = Forwarder(lambda _: None, lambda reason, _: lost.append(reason), connect, preamble=True)
     up, down = socket.socketpair(), socket.socketpair()
     driver.attach(up[0].detach(), down[0].detach())
     up[1].setblocking(False)
-    data = memoryview(PREAMBLE + b"".join(map(encode, frames)))
-    for _ in range(10_000):
-        with contextlib.suppress(OSError):
-            data = data[up[1].send(data) :]
-        driver.turn(0)
-        if lost or not data:
-            break
+    for data in (PREAMBLE, *map(encode, frames)):
+        if not lost:
+            assert up[1].send(data) == len(data)
+            driver.turn(0)
+            driver.turn(0)  # it reads what a server has sent
     driver.detach()
     for each in (*connected, up[1], down[1]):
         each.close()

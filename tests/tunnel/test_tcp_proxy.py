@@ -1,6 +1,8 @@
 """The TCP proxy forwards terminals' connections, limits them per address, and ends with its owner."""
 
+import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -15,6 +17,7 @@ import pytest
 
 from nbelastic.provision.tcp_proxy import ProxySet, SavedProxy, TcpProxy
 from nbelastic.system.process_identity import pid_of
+from nbelastic.tunnel import ended_tunnels
 from nbelastic.tunnel.tcp_proxy_process import MOST_PER_PEER
 from tests.support.processes import alive
 from tests.support.waiting import until
@@ -196,6 +199,30 @@ def test_a_killed_proxy_is_restarted(driver_lease):
         finally:
             second.close()
             proxies.close()
+
+
+def test_a_proxy_starts_although_the_ends_of_tunnels_cannot_be_reported(monkeypatch, driver_lease):
+    """A full disk does not fail the start of a host. As soon as there is room, the ends of tunnels are reported."""
+
+    def fails(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def story():
+        ports = Path(driver_lease.file).with_name("ports")
+        ended = asyncio.get_running_loop().create_future()
+        proxies = ProxySet(ports, driver_lease, on_tunnel_end=lambda *which: ended.set_result(which))
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(ended_tunnels, "listen", fails)
+                assert proxies.port("127.0.0.1", "tcp://127.0.0.1:1")
+                proxies.restart_dead()
+            proxies.restart_dead()
+            ended_tunnels.report(ports.parent, ended_tunnels.name_of("h", 3))
+            assert await asyncio.wait_for(ended, 10) == ("h", 3)
+        finally:
+            proxies.close()
+
+    asyncio.run(story())
 
 
 def test_a_proxy_that_ends_at_once_is_restarted_after_pauses(monkeypatch, driver_lease):

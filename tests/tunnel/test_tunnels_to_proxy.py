@@ -10,7 +10,8 @@ import pytest
 
 from nbelastic.tunnel import ended_tunnels, handshake
 from nbelastic.tunnel.frames import NUMBER, PREAMBLE, Decoder, Frame, Kind, encode
-from nbelastic.tunnel.tcp_proxy_process import MOST_CHANNELS_PER_PEER, MOST_PER_PEER, SERVER_PART, STRANGER_PART
+from nbelastic.tunnel.strangers import CHANNELS, CHANNELS_PER_ENGINE, SERVER_PART, STRANGER_PART, most_channels
+from nbelastic.tunnel.tcp_proxy_process import MOST_CHANNELS_PER_PEER, MOST_PER_PEER
 from tests.tunnel.echo_server import echo_server
 from tests.tunnel.proxies import KEY, connect, is_closed, is_echoed, open_proxy
 
@@ -162,7 +163,7 @@ def test_channels_of_one_address_are_limited(driver_lease, capfd):
     """Beyond the limit the address gets no channel, over several tunnels, and another address does. Closed ones make room."""
     with (
         echo_server() as port,
-        open_proxy(port, driver_lease, allowed=[port]) as (_, proxy_address),
+        open_proxy(port, driver_lease, allowed=[port], engines=MOST_CHANNELS_PER_PEER) as (_, proxy_address),
         Tunnel(proxy_address, "127.0.0.8") as one,
         Tunnel(proxy_address, "127.0.0.8") as two,
         Tunnel(proxy_address, "127.0.0.9") as other,
@@ -183,6 +184,27 @@ def test_channels_of_one_address_are_limited(driver_lease, capfd):
         one.send(Kind.DATA, half, b"x")
         assert one.receive() == [Frame(Kind.DATA, half, b"x")]
     assert f"127.0.0.8 was refused: {MOST_CHANNELS_PER_PEER} channels of it are open" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("engines", [0, 3])
+def test_channels_of_one_tunnel_to_one_port_are_limited(driver_lease, engines):
+    """A host needs one for its agent, and one for each engine. Another port, and a closed channel, make room."""
+    most = CHANNELS + CHANNELS_PER_ENGINE * engines
+    with (
+        echo_server() as port,
+        echo_server() as second,
+        open_proxy(port, driver_lease, allowed=[port, second], engines=engines) as (_, proxy_address),
+        Tunnel(proxy_address) as tunnel,
+    ):
+        for channel in range(most + 1):
+            tunnel.open(channel, port)
+        assert tunnel.receive() == [Frame(Kind.CLOSE, most)]
+        tunnel.send(Kind.CLOSE, 0)
+        for channel, to in ((most + 1, second), (most + 2, port)):
+            tunnel.open(channel, to)
+            tunnel.send(Kind.DATA, channel, b"x")
+            assert tunnel.receive() == [Frame(Kind.DATA, channel, b"x")]
+    assert most_channels(engines) == most
 
 
 def test_the_driver_learns_of_a_tunnel_s_end(driver_lease):

@@ -1,0 +1,80 @@
+"""Hosts that do not answer the stop of their cluster: their agents end by themselves, some time later."""
+
+import pytest
+from msgspec.structs import replace
+
+from nbelastic.driver.driver_snapshot import SavedAgent
+from tests.driver.fakes import DriverWithFakes, run_story
+from tests.driver.test_snapshot import example
+
+
+class ElsewhereFakes(DriverWithFakes):
+    """A driver whose hosts are all other machines, which ssh reaches."""
+
+    async def locate(self, spec, launcher):
+        return "", "10.0.0.1"
+
+
+def unanswered(fakes):
+    return [record.text for record in fakes.driver.event_log.kept()[0] if record.kind == "hosts-unanswered"]
+
+
+@pytest.mark.parametrize("cut", [0.0, 30.0], ids=["at the stop", "before, so that it was lost"])
+def test_the_stop_names_hosts_that_do_not_answer(tmp_path, cut):
+    """One line has their names, and the time after which their agents end. The other hosts have answered."""
+
+    async def story():
+        async with ElsewhereFakes(tmp_path, "a:1,b:1,c:1", min=1) as fakes:
+            await fakes.advance_time(1.0)
+            fakes.submit()
+            await fakes.advance_time(1.0)
+            fakes.silent |= {"b", "c"}
+            await fakes.advance_time(cut)
+        assert fakes.ended
+        text = "b, c did not answer the stop: an agent that still runs there ends by itself within 15 minutes"
+        assert unanswered(fakes) == [text]
+
+    run_story(story)
+
+
+def test_a_host_that_has_not_reported_to_the_next_driver_is_named(tmp_path):
+    """The network was cut when the next driver came."""
+
+    async def story():
+        async with ElsewhereFakes(tmp_path, "") as fakes:
+            agents = fakes.driver._components.agents
+            agents.adopt(replace(example(), agents={"a": SavedAgent(1, "1@1", driver_address="10.0.0.2")}))
+            agents.give_up("a")
+        assert [text.partition(" did not answer")[0] for text in unanswered(fakes)] == ["a"]
+
+    run_story(story)
+
+
+def test_a_host_that_answers_again_is_not_named(tmp_path):
+    """Its next agent has ended the earlier one."""
+
+    async def story():
+        async with ElsewhereFakes(tmp_path, "a:1,b:1", min=1) as fakes:
+            await fakes.advance_time(1.0)
+            fakes.silent.add("b")
+            while "host-lost" not in fakes.kinds():
+                await fakes.advance_time(0.25)
+            fakes.silent.clear()
+            await fakes.advance_time(60.0)
+            assert len(fakes.workers) == 2
+        assert unanswered(fakes) == []
+
+    run_story(story)
+
+
+def test_a_host_of_this_machine_is_not_named(tmp_path):
+    """Its agent is a process that the driver has killed."""
+
+    async def story():
+        async with DriverWithFakes(tmp_path, "a:1", min=1) as fakes:
+            await fakes.advance_time(1.0)
+            fakes.silent.add("a")
+            await fakes.advance_time(30.0)
+        assert unanswered(fakes) == []
+
+    run_story(story)
