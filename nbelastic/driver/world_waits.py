@@ -24,7 +24,7 @@ def ready(cluster: ClusterState) -> tuple[WorkerId, ...]:
 
 def world(cluster: ClusterState) -> tuple[WorkerId, ...]:
     """The ranks that train or, without a job, the workers that are ready."""
-    if cluster.present_job:
+    if cluster.active is not None:
         return cluster.members if cluster.has_world else ()
     return ready(cluster)
 
@@ -45,11 +45,12 @@ class WorldWaits:
 
         def answered(cluster: ClusterState) -> Status | None:
             nonlocal asked, number
+            if cluster.active_script is not None:
+                status = self._status()
+                return status if status.world_size == size else None
             present = world(cluster)
             if len(present) != size:
                 return None
-            if cluster.active_script is not None:
-                return self._status()
             if present != asked:
                 asked, number = present, self._ask(present)
             stacks = self._telemetry.stacks
