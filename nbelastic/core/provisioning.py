@@ -68,8 +68,8 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
             return max(1, wanted - len(started))
         return wanted - len(started) if host.phase is HostPhase.UP else 0
 
-    wake = cluster.wake_at
-    if wake <= now:  # else a start that is over may have had the earliest deadline, and nothing is due then
+    wake = cluster.wake_at  # it may come too early: the worker that had this deadline may have started
+    if wake <= now:
         wake = min((arrivals.worker_deadline(cluster, w) for w in cluster.starting), default=NEVER)
     for name, host in _by_seniority(cluster):
         if host.phase is HostPhase.LOST and host.retry_at <= now:

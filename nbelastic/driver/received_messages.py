@@ -281,11 +281,9 @@ class ReceivedMessages:
 
     def _note_recovery(self, message: worker_messages.WorkerProgress) -> None:
         """Record from which commit a sharded model continues, as rank 0 of that world says. The next world may form already."""
-        cluster, copies = self._cluster(), message.copies
-        present = cluster.members if message.generation == cluster.generation else ()
-        world = self._telemetry.worlds.get(message.generation, present)
-        if copies is not None and copies.continued is not None and world[:1] == (message.worker,):
-            text = self._telemetry.continued_text(copies.continued, len(world))
+        continued = message.copies.continued if message.copies is not None else None
+        if continued is not None and continued.rank == 0:
+            text = self._telemetry.continued_text(continued)
             self._record(cmd.Record("state-recovered", text, generation=message.generation))
 
     def _compare(self, w: WorkerId, hashes: ReplicaHashes) -> None:

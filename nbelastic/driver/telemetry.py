@@ -213,11 +213,11 @@ class Telemetry(Struct):
         if generation not in self.worlds:
             self.worlds = {**dict(list(self.worlds.items())[1 - MAX_WORLDS :]), generation: members}
 
-    def continued_text(self, continued: worker_messages.Continued, size: int) -> str:
-        """Describe from which commit a world of `size` continues, and whose copies it uses."""
+    def continued_text(self, continued: worker_messages.Continued) -> str:
+        """Describe from which commit a world continues, and whose copies it uses."""
         world = self.worlds.get(continued.generation, ())
         lost = [str(world[r]) if 0 <= r < len(world) else f"rank {r}" for r in continued.lost]
-        return f"world of {size} continues from commit {continued.commit}" + (
+        return f"world of {continued.size} continues from commit {continued.commit}" + (
             f" (copies of {', '.join(lost)})" if lost else ""
         )
 

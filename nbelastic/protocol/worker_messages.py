@@ -71,7 +71,7 @@ SomeRanks = Annotated[tuple[int, ...], Meta(max_length=MOST_RANKS)]
 
 
 class Continued(Struct, frozen=True):
-    """The commit from which a world continues after a loss.
+    """The commit from which a world of `size` continues after a loss, as its `rank` reports.
 
     `lost`: ranks of that commit's `generation` whose shards came from copies; 16 at most.
     """
@@ -79,6 +79,8 @@ class Continued(Struct, frozen=True):
     generation: int
     commit: int
     lost: SomeRanks = ()
+    size: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    rank: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
 
 class Copies(Struct, frozen=True, omit_defaults=True):

@@ -279,7 +279,7 @@ class ShardedState(State):
         choice, statements = agree_on_commit(self._holdings, self._aside.get("_holdings"), session, group)
         lost = choice if isinstance(choice, Lost) and choice.commit.number > 0 else None
         self._choice = choice if isinstance(choice, Choice) else None
-        self._continued = continued(self._choice, statements) if self._is_after_loss and self._choice else None
+        self._continued = continued(choice, statements, formation.rank) if self._is_after_loss else None
         root = self._choice.members[0] if self._choice is not None else 0
         sent = self._small_message(lost) if formation.rank == root else bytearray()
         message = from_bytes(session.run_abortable(lambda: broadcast_bytes(sent, root, group)))

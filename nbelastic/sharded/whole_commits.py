@@ -134,10 +134,12 @@ def _members(statements: Sequence[Statement], commit: Commit) -> tuple[int, ...]
     )
 
 
-def continued(choice: Choice, statements: Sequence[Statement]) -> Continued:
-    """For the event log: to which commit the ranks return, and the lost ranks whose shards come from copies."""
+def continued(choice: Choice | Lost | None, statements: Sequence[Statement], rank: int) -> Continued | None:
+    """For the event log: to which commit the ranks return, and the lost ranks whose shards come from copies. None: to none."""
+    if not isinstance(choice, Choice):
+        return None
     generation = choice.commit.generation
     origin = next(one.origins[generation] for one in statements if generation in one.origins)
     present = {one.ranks.get(generation) for one in statements}
     lost = sorted(min(ranks) for ranks in origin.owners if ranks.isdisjoint(present))
-    return Continued(generation, choice.commit.number, tuple(lost[:MOST_RANKS]))
+    return Continued(generation, choice.commit.number, tuple(lost[:MOST_RANKS]), len(statements), rank)

@@ -116,7 +116,7 @@ def test_the_event_log_says_from_which_commit_a_sharded_model_continues(tmp_path
             fakes.kill(members[2])
             await fakes.advance_time(1.0)
             now = fakes.driver.cluster
-            continued = worker_messages.Continued(first, 1, (2,))
+            continued = worker_messages.Continued(first, 1, (2,), now.size)
             again = worker_messages.Copies(100, 2, continued=continued)
             for took in (1.0, None):
                 report = worker_messages.WorkerProgress(now.members[0], now.generation, 2, {}, took, again)
@@ -129,21 +129,21 @@ def test_the_event_log_says_from_which_commit_a_sharded_model_continues(tmp_path
 
 
 def test_a_recovery_that_is_reported_late_is_in_the_event_log(tmp_path: Path) -> None:
-    """Rank 0's report comes after the next world has formed: the event is about the world that has continued."""
+    """Rank 0's first report of a short world comes after the next one has formed: the event is about the world that has continued."""
 
     async def story() -> None:
         async with training(tmp_path, "a:2,b:1", min=2) as fakes:
             first, lost = fakes.driver.cluster.generation, fakes.driver.cluster.members[2]
             world = fakes.driver.cluster.members[:2]
             fakes.driver.telemetry.add_world(first, fakes.driver.cluster.members)
-            fakes.driver.telemetry.add_world(first + 1, world)
             fakes.kill(str(lost))
             await fakes.advance_time(8.0)
             fakes.train(3)
             await fakes.advance_time(3.0)
             assert fakes.driver.cluster.generation > first + 1
-            copies = worker_messages.Copies(100, 2, continued=worker_messages.Continued(first, 1, (2,)))
-            for w in reversed(world):  # rank 1 says so too, and is not recorded
+            for rank, w in enumerate(world):  # rank 1 says so too, and is not recorded
+                continued = worker_messages.Continued(first, 1, (2,), 2, rank)
+                copies = worker_messages.Copies(100, 2, continued=continued)
                 report = worker_messages.WorkerProgress(w, first + 1, 2, {}, 1.0, copies)
                 fakes.deliver(f"worker/{w}", report)
             await fakes.settle()

@@ -102,7 +102,10 @@ def test_kernel_driver_and_ssh_clients_die(kept):
     end(training)
 
 
-@pytest.mark.parametrize("with_driver", [pytest.param(False, marks=pytest.mark.soak(seconds=22)), True])
+@pytest.mark.parametrize(
+    "with_driver",
+    [pytest.param(False, marks=pytest.mark.soak(seconds=22)), pytest.param(True, marks=pytest.mark.soak(share=0.5))],
+)
 def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
     """A cluster that is not kept trains on while its kernel is stopped: the ssh connections stay.
 

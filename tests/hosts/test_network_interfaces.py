@@ -70,6 +70,7 @@ def test_hosts_that_have_ipv6_only(network, trains):
     assert len(training.finish(timeout=LONG)) == 2
 
 
+@pytest.mark.soak(share=0.5)
 def test_this_machine_and_others_train_together(network, make, trains):
     """This machine leaves its loopback address when another host joins, at the start or later; the other host drains."""
     training = trains("localhost:1", min=1)

@@ -123,6 +123,7 @@ def test_a_cut_while_a_world_forms(network, trains, cut):
     assert len(training.finish(timeout=LONG)) == 3
 
 
+@pytest.mark.soak(share=0.5)
 def test_a_newcomer_that_does_not_reach_one_member(network, trains):
     """A newcomer that does not reach one member is left out with that reason, and changes nothing; healed, it joins."""
     network.add("h4")

@@ -44,9 +44,9 @@ def test_the_newest_commit_that_every_shard_has():
 def test_the_event_log_gets_the_commit_and_whose_copies_are_used():
     """Rank 3 is lost, so its copy is used; without a loss no copies are named."""
     three = states(r0=[(8, 0), (8, 2)], r1=[(8, 1), (8, 3)], r2=[(8, 2), (8, 0)])
-    assert continued(choose(three), three) == Continued(1, 8, (3,))
+    assert continued(choose(three), three, 1) == Continued(1, 8, (3,), size=3, rank=1)
     four = [*three, *states(r3=[(8, 3)])]
-    assert continued(choose(four), four) == Continued(1, 8)
+    assert continued(choose(four), four, 0) == Continued(1, 8, size=4)
 
 
 def test_a_pair_that_holds_each_others_copies_is_lost_together():
