@@ -238,7 +238,8 @@ class Session:
             machine.commits += 1
         machine.total = total
         if machine.commits == 1:
-            machine.telemetry.begin((time.monotonic() - self._formed_at) * 1000)
+            now = time.monotonic()
+            machine.telemetry.begin((now - self._formed_at) * 1000, now)
             self.link.wake()
         elif machine.commits == OFFER_AT:
             self._groups.end_last()

@@ -37,7 +37,7 @@ class Telemetry:
         self._values: dict[str, float] = {}
         self._not_finite: dict[str, None] = {}  # names with such a value since the last report
         self._diverged: frozenset[str] = frozenset()  # names with such a value in the last report
-        self._first: float | None = None
+        self._first: tuple[float, Copies | None] | None = None
         self._sent: tuple[int, int] = (0, 0)
         self._sent_copies: tuple[int | None, int] | None = None  # the whole commit, and bytes
         self._next = 0.0
@@ -49,20 +49,20 @@ class Telemetry:
         self._not_finite.update(dict.fromkeys(wrong))
         return not self._diverged.issuperset(wrong)
 
-    def begin(self, first: float) -> None:
-        """The generation's first commit came `first` milliseconds after the group was formed."""
-        self._first = first
+    def begin(self, first: float, now: float) -> None:
+        """The generation's first commit came `first` milliseconds after the group was formed. The rank may leave it at once."""
+        self._first = (first, self.copies(now) if self.copies is not None else None)
 
     def due(self, now: float, generation: int, commits: int, *, often: bool) -> Due | None:
         """What to send at `now` (seconds), if anything. `often`: for rank 0."""
-        first = self._first
-        if first is not None:  # do not clear a value that the main thread sets at this moment
+        begun = self._first
+        if begun is not None:  # do not clear a value that the main thread sets at this moment
             self._first = None
         values = self._values
         wrong = frozenset(self._not_finite.copy()).union(n for n, value in values.items() if not math.isfinite(value))
         is_urgent = not wrong <= self._diverged
         source = self.copies
-        copies = source(now) if source is not None else None
+        first, copies = begun if begun is not None else (None, source(now) if source is not None else None)
         known = (copies.whole, copies.nbytes) if copies is not None else None
         is_old = (generation, commits) == self._sent and known == self._sent_copies
         if first is None and not is_urgent and (is_old or now < self._next):

@@ -191,7 +191,7 @@ def values(worker, now):
 
 def test_the_first_and_the_last_commit_are_reported_reliably(worker):
     """Most reports may be lost, as the newest counts; the first of a generation and the last of a program may not."""
-    worker.telemetry.begin(5.0)
+    worker.telemetry.begin(5.0, 0.0)
     ((sure, first),) = progress(worker, 1.0)
     assert (sure, first.first) == (True, 5.0)
     commit(worker)
@@ -201,6 +201,16 @@ def test_the_first_and_the_last_commit_are_reported_reliably(worker):
     worker.facts.busy = False
     ((sure, last),) = progress(worker, 5.0)
     assert (sure, last.commit) == (True, 2)
+
+
+def test_the_first_report_is_about_the_generation_of_its_commit(worker):
+    """A rank that leaves right after its first commit still reports from which commit its world continued."""
+    continued = worker_messages.Copies(100, 3, continued=worker_messages.Continued(1, 3, size=2))
+    worker.telemetry.copies = lambda _: continued
+    worker.telemetry.begin(5.0, 0.0)
+    worker.telemetry.copies = None
+    ((_, first),) = progress(worker, 1.0)
+    assert first.copies == continued
 
 
 def test_rank_0_reports_more_often(worker):
