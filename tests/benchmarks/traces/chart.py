@@ -25,7 +25,7 @@ def table(results: Results) -> str:
 def spread(values: list[float]) -> str:
     if not values:
         return "–"
-    digits = 0 if all(value.is_integer() for value in values) else 1
+    digits = 0 if all(float(value).is_integer() for value in values) else 1
     middle, low, high = statistics.median(values), min(values), max(values)
     return f"{middle:.{digits}f}" + (f" ({low:.{digits}f}–{high:.{digits}f})" if len(values) > 1 else "")
 
