@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -359,3 +360,13 @@ class DriverWithFakes:
 
     def kinds(self) -> list[str]:
         return [record.kind for record in self.driver.event_log.kept()[0]]
+
+
+@asynccontextmanager
+async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[DriverWithFakes]:
+    """Start a job on all workers of these hosts; it has made no step yet."""
+    async with DriverWithFakes(folder, hosts, **limits) as fakes:
+        await fakes.advance_time(2.0)
+        fakes.submit()
+        await fakes.advance_time(2.0)
+        yield fakes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,7 @@ from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.requests import FindController
-from tests.driver.fakes import DriverWithFakes, run_story
-
-
-@asynccontextmanager
-async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[DriverWithFakes]:
-    """Start a job on all workers of these hosts; it has made no step yet."""
-    async with DriverWithFakes(folder, hosts, **limits) as fakes:
-        await fakes.advance_time(2.0)
-        fakes.submit()
-        await fakes.advance_time(2.0)
-        yield fakes
+from tests.driver.fakes import DriverWithFakes, run_story, training
 
 
 def test_a_whole_life(tmp_path: Path) -> None:

@@ -7,17 +7,14 @@ from pathlib import Path
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.requests import WaitForWorld
-from tests.driver.fakes import DriverWithFakes, run_story
+from tests.driver.fakes import DriverWithFakes, run_story, training
 
 
 def test_a_worker_that_was_just_killed_does_not_count(tmp_path: Path) -> None:
     """Right after a kill, before its host's agent has noticed, a wait does not end with the old world but with the next one."""
 
     async def story() -> None:
-        async with DriverWithFakes(tmp_path, "a:2,b:1", min=2) as fakes:
-            await fakes.advance_time(2.0)
-            fakes.submit()
-            await fakes.advance_time(2.0)
+        async with training(tmp_path, "a:2,b:1", min=2) as fakes:
             fakes.train()
             del fakes.workers[WorkerId("a", 1, 1)]  # killed; the agent has not looked yet
             wait = fakes.driver.request(WaitForWorld(3))
@@ -35,10 +32,7 @@ def test_a_smaller_world_is_waited_for_until_it_trains(tmp_path: Path) -> None:
     """A wait for the survivors' world ends when that world trains, and at once if it does already."""
 
     async def story() -> None:
-        async with DriverWithFakes(tmp_path, "a:2,b:1", min=2) as fakes:
-            await fakes.advance_time(2.0)
-            fakes.submit()
-            await fakes.advance_time(2.0)
+        async with training(tmp_path, "a:2,b:1", min=2) as fakes:
             wait = fakes.driver.request(WaitForWorld(2))
             fakes.driver.post(ev.HostRemoved("b", now=True))
             await fakes.advance_time(3.0)
