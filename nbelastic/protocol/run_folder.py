@@ -77,14 +77,14 @@ class RunFolder:
         self.path.mkdir(mode=0o700)
 
     def release(self, *, keep_folder: bool = False) -> None:
-        """Unlock the name, and remove the folder, which contains keys; `keep_folder`: another driver needs it.
+        """Unlock the name, and remove the folder, which contains keys; `keep_folder`: another driver needs it, if it exists.
 
         Without the lock, do nothing.
         """
         fd = self._take_lock_fd()
         if fd < 0:
             return
-        if keep_folder:
+        if keep_folder and self.path.exists():
             os.ftruncate(fd, 0)
         else:
             shutil.rmtree(self.path, ignore_errors=True)

@@ -12,7 +12,9 @@ import time
 import pytest
 
 import nbelastic as nbe
+from nbelastic.driver.process import prepare
 from nbelastic.protocol import local_clusters, run_folder
+from nbelastic.protocol.driver_start import Start
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.system.folder_paths import batch_folder, process_folder, user_folder
 from tests.driver.hostless_cluster import NoHosts
@@ -50,6 +52,17 @@ def test_the_name_of_a_stopped_cluster_is_free(start_hostless):
     assert new.status().phase == "waiting"
     assert new._link.run_folder.driver == os.getpid()
     assert new._link.run_folder.path.exists()
+
+
+def test_a_driver_that_takes_over_too_late_leaves_nothing(start_hostless):
+    """A driver that would take over a cluster which has just been stopped gives up, and leaves no lock."""
+    cluster = start_hostless(keep=True)
+    link = cluster._link
+    late = Start(link.configuration.settings, link.configuration.arguments, takes_over=True)
+    cluster.stop()
+    with pytest.raises(nbe.UsageError, match="there is no cluster 'quiet' here"):
+        prepare(late)
+    assert not link.run_folder.lock.exists()
 
 
 def fork_child():
