@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 
 def controller_of(cluster: nbe.Cluster) -> int:
     """The pid of ipyparallel's controller, to which all workers are connected."""
-    assert len(cluster.client.ids) == len(cluster.workers)
+    until(lambda: len(cluster.client.ids) == len(cluster.workers), what="all workers to be engines")
     return pid_of(controller_file(cluster, ".process"))
 
 
@@ -71,7 +71,7 @@ def count_engines(cluster: nbe.Cluster) -> int:
 @pytest.mark.soak(share=0.5)
 def test_a_killed_controller_is_restarted(make, tmp_path):
     """A killed controller is restarted; the training goes on, a newcomer joins, and results, cells and the client work."""
-    cluster = make("localhost:2", min=1)
+    cluster = make("localhost:2", min=2)  # a worker that begins to train at once is not an engine until the end
     numbers = cluster.client.ids
     training = Training(cluster, tmp_path / "steps", programs.train)
     training.wait_for_world(2)
