@@ -63,7 +63,7 @@ class _Shared(Generic[K, V]):
             return self._make(merged, {}, len(merged))
         return self._changed(new)
 
-    def _without(self, keys: Iterable[Any]) -> Self:
+    def without(self, keys: Iterable[Any]) -> Self:
         """A copy without these keys, of which some may not be there."""
         return self._changed(dict.fromkeys(keys, REMOVED))
 
@@ -124,10 +124,6 @@ class PersistentDict(_Shared[K, V], Mapping[K, V]):
     def __or__(self, other: Mapping[K, V]) -> Self:
         return self._with(other)
 
-    def without(self, keys: Iterable[K]) -> Self:
-        """The dict without these keys, of which some may not be there."""
-        return self._without(keys)
-
     def __repr__(self) -> str:
         return repr(self._merged())
 
@@ -148,7 +144,7 @@ class PersistentSet(_Shared[K, None], AbstractSet[K]):
         others = other if isinstance(other, AbstractSet) else frozenset(other)
         if len(others) > len(self):
             return type(self)(key for key in self if key not in others)
-        return self._without(others)
+        return self.without(others)
 
     def __and__(self, other: Iterable[Any]) -> Self:
         others = other if isinstance(other, AbstractSet) else frozenset(other)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 SERVER_PART = 64 + 170  # bytes that a server sends to a stranger: its greeting and WELCOME; READY follows
 STRANGER_PART = 1 << 12  # bytes that a stranger may send
-CHANNELS, CHANNELS_PER_ENGINE = (
-    8,
-    2,
-)  # of one tunnel to one port; an agent and each engine open one, and open it again if it breaks
+CHANNELS = 8  # of one tunnel to one port, at most; an agent opens one, and opens it again if it breaks
+CHANNELS_PER_ENGINE = 2  # more, for each engine of the host
 
 
 def most_channels(engines: int) -> int:

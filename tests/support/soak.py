@@ -96,7 +96,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _share(item: pytest.Item) -> float:
     """The part of the runs that include the test; the smallest, if several markers name one."""
-    return min(marker.kwargs.get("share", SHARE) for marker in item.iter_markers("soak"))
+    share = min(marker.kwargs.get("share", SHARE) for marker in item.iter_markers("soak"))
+    if not 0 < share < 1:
+        raise pytest.UsageError(
+            f"{item.nodeid} has soak(share={share:g}): a part of the runs, more than 0 and less than 1."
+        )
+    return share
 
 
 def _lot(name: str, seed: int) -> float:

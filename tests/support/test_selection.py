@@ -108,6 +108,13 @@ def test_some_run_in_every_second_run(run):
     assert len(passed(run(half, "-m", "soak")[1])) == 100
 
 
+def test_a_share_is_a_part_of_the_runs(run):
+    """A test whose share is not between 0 and 1 is an error, as a percentage would be."""
+    code, output = run(TESTS.replace("mark.soak\n", "mark.soak(share=50)\n"), "--soak-seed=1")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "has soak(share=50): a part of the runs, more than 0 and less than 1" in output
+
+
 def test_all_soak_tests_run_when_asked_for(run):
     """By their marker, or by name; the marker leaves out all other tests."""
     assert passed(run(TESTS, "-m", "soak")[1]) == {f"test_long[{number}]" for number in range(100)}
