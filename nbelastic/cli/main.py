@@ -172,7 +172,7 @@ def _replay(options: Namespace) -> None:
         if options.test:
             print(lines.write_test(options.test, options.last))
     elif not show(lines, options.first, options.last, options.only):
-        raise NbelasticError("the last event made `step` raise an error: this is a bug of nbelastic.")
+        raise NbelasticError("the last step raised an error: this is a bug of nbelastic.")
 
 
 def _attached(options: Namespace) -> Cluster:

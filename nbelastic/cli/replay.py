@@ -138,7 +138,7 @@ class EventLogFile:
 
 
 def show(log: EventLogFile, first: int, last: int | None, only: str | None) -> bool:
-    """Print the steps of a log. False if the last event made `step` raise."""
+    """Print the steps of a log. False if the last step raised an error."""
     begun, state = None, ""
     decided: list[tuple[int, replay.LoggedRecord]] = []
     for one in log.played(last):

@@ -129,8 +129,8 @@ def parse(text: str | bytes) -> Line:
 class Played(NamedTuple):
     """One step of a replay: what came in, what was decided, and the state after it.
 
-    `number`: of the event, from 1; a driver's beginning has that of the event before it. `error`: what `step` raised; then
-    the state is that before the event, and the replay is over.
+    `number`: of the event, from 1; a driver's beginning has that of the event before it. `error`: what the core raised; then
+    the state is that before this step, and the replay is over.
     """
 
     number: int
@@ -146,24 +146,25 @@ def play(lines: Iterable[Line]) -> Iterator[Played]:
     cluster: ClusterState | None = None
     number = 0
     for line in lines:
-        match line.begins:
-            case Started(limits=limits):
-                cluster = ClusterState(limits)
-                yield Played(number, line.at, line.begins, (), cluster)
-            case TakenOver():
-                cluster, commands = line.begins.resume(line.at)
-                yield Played(number, line.at, line.begins, commands, cluster)
-        if line.event is None:
+        entry: ev.Event | Begins | None = line.begins or line.event
+        if entry is None:
             continue
-        if cluster is None:
+        if isinstance(entry, Started):
+            cluster = ClusterState(entry.limits)
+            yield Played(number, line.at, entry, (), cluster)
+            continue
+        if isinstance(entry, TakenOver):
+            before = cluster or ClusterState(entry.cluster.limits)
+        elif cluster is None:
             raise UsageError("its first events are missing, so that no state is known from which to replay.")
-        number += 1
+        else:
+            before, number = cluster, number + 1
         try:
-            cluster, commands = step(cluster, line.event, line.at)
+            cluster, commands = entry.resume(line.at) if isinstance(entry, TakenOver) else step(before, entry, line.at)
         except Exception as error:  # noqa: BLE001  (a bug of ours: the replay is there to show it)
-            yield Played(number, line.at, line.event, (), cluster, error)
+            yield Played(number, line.at, entry, (), before, error)
             return
-        yield Played(number, line.at, line.event, commands, cluster)
+        yield Played(number, line.at, entry, commands, cluster)
     if cluster is None:
         raise UsageError("it has no driver's beginning, so that no state is known from which to replay.")
 

@@ -65,10 +65,8 @@ def test_a_long_log_is_replayed_to_the_same_end(seed, monkeypatch):
     assert steps[-1].cluster == story.cluster
 
 
-def test_a_driver_that_has_taken_over_is_replayed():
-    """The log of the next driver begins with the reports that it received; the state before is not needed."""
-    story = Recorder("a:1", "b:1", min=1)
-    story.run().commit(3)
+def takeover_of(story):
+    """The beginning of the next driver, with the reports of all workers, which it also returns by worker."""
     saved = snapshot_of(story.cluster)
     saved = replace(saved, setup=(SetupCell("k", "password = 'xyzzy'", 1, Pushed(("data",), Blob(3, b"abc"))),))
     reports = {w: WorkerReport(w, 7, reports=((1, {"loss": 0.5}),)) for w in story.cluster.workers}
@@ -76,7 +74,15 @@ def test_a_driver_that_has_taken_over_is_replayed():
         host: AgentHello(host, 1, {}, workers=tuple((w, 7) for w in reports if w.host == host), newest={0: 1})
         for host in ("a", "b")
     }
-    entry = replay.TakenOver("1.0", saved, agents, tuple(reports.values()), {"a": "", "b": ""}, ())
+    return replay.TakenOver("1.0", saved, agents, tuple(reports.values()), {"a": "", "b": ""}, ()), reports
+
+
+def test_a_driver_that_has_taken_over_is_replayed():
+    """The log of the next driver begins with the reports that it received; the state before is not needed."""
+    story = Recorder("a:1", "b:1", min=1)
+    story.run().commit(3)
+    entry, reports = takeover_of(story)
+    saved, agents = entry.cluster, entry.agents
     state, commands = takeover.resume(saved, agents, reports, story.now, problems=entry.problems)
     line = encode(replay.line_of(story.now, entry))
     assert not any(word in line for word in (b"xyzzy", b"abc", b"loss"))
@@ -147,6 +153,22 @@ def test_a_step_that_raises_ends_the_replay(monkeypatch):
     *_, last = played(story.log)
     assert isinstance(last.error, KeyError)
     assert last.number == 1
+
+
+def test_a_takeover_that_raises_ends_the_replay(monkeypatch):
+    """When the core cannot take over, the replay ends with the error, and with the state before."""
+    story = Recorder("a:1", "b:1", min=1)
+    story.run()
+    entry, _ = takeover_of(story)
+    before = played(story.log)[-1]
+
+    def fail(*_, **__):
+        raise KeyError("xyzzy")
+
+    monkeypatch.setattr(takeover, "resume", fail)
+    *_, last = played([*story.log, encode(replay.line_of(story.now, entry))])
+    assert isinstance(last.error, KeyError)
+    assert (last.number, last.cluster) == (before.number, before.cluster)
 
 
 @pytest.mark.parametrize(
