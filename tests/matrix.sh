@@ -2,7 +2,7 @@
 # Try every supported pair of a Python and a torch: tests/matrix.sh [PYTHON/TORCH ...], for example 3.13/2.14.1
 #
 # Each pair gets a virtual environment that is deleted afterwards, with torch from pip's index (gigabytes each), and runs
-# the tests of worker, state, programs, core and link, one test with real workers, and the quickstart from the wheel alone. A
+# the tests of worker, state, sharded states, programs, core and link, one test with real workers, and the quickstart from the wheel alone. A
 # table is printed at the end. A pair whose Python is not on this machine is skipped with a line. Exits with 1 if a pair
 # fails, with 2 if none could be tried.
 set -uo pipefail
@@ -10,9 +10,9 @@ cd "$(dirname "$0")/.."
 
 supported=()
 for python in 3.11 3.12 3.13; do
-    for torch in 2.11.0 2.13.0 2.14.1; do supported+=("$python/$torch"); done
+    for torch in 2.11.0 2.13.0 2.14.1 2.15.0; do supported+=("$python/$torch"); done
 done
-tests=(tests/worker tests/state tests/programs tests/core tests/transport "tests/process/test_lost_workers.py::test_two_die_at_once"
+tests=(tests/worker tests/state tests/sharded tests/programs tests/core tests/transport "tests/process/test_lost_workers.py::test_two_die_at_once"
     "tests/docs/test_package.py::test_it_runs_with_what_it_declares")
 
 interpreter() { # of version $1: on the PATH, or the newest of pyenv's

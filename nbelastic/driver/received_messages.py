@@ -25,13 +25,12 @@ from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.state_pulls import StatePulls
 from nbelastic.driver.status import wall
-from nbelastic.driver.takeover import TakeoverReports
+from nbelastic.driver.takeover import Report, TakeoverReports
 from nbelastic.driver.telemetry import Telemetry, numbers
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol import agent_messages, cell_messages, code_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
-from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_reports import OwnTime, ReplicaHashes
 from nbelastic.system import versions
@@ -104,13 +103,12 @@ class ReceivedMessages:
                 self.takeover.add_node_event(message)
             self._scripts.receive(peer, self._stamped(message))
             return
+        if self.takeover is not None and isinstance(message, Report):
+            self.takeover.add(message)
+            return
         match message:
             case agent_messages.NodeExited():
                 self._scripts.on_node_exited(message)
-            case (
-                agent_messages.AgentHello() | EnvironmentReported() | worker_messages.WorkerReport() | ev.WorkerFrozen()
-            ) if self.takeover is not None:
-                self.takeover.add(message)
             case worker_messages.WorkerReport():
                 self._handle_late_report(message)
             case agent_messages.AgentHello():
