@@ -8,6 +8,7 @@ from nbelastic.core import script_commands as scmd
 from nbelastic.core.script_group import GroupState, Stage, ranks_by_node
 from nbelastic.core.script_rounds import advance, deadline
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.cluster_limits import NEVER
 from tests.core.play import Play
 
 
@@ -40,6 +41,27 @@ def test_too_few_workers_wait_with_a_reason():
     play.wait(2)
     assert play.end.outcome == "failed"
     assert "(elastic_timeout)" in play.end.reason
+
+
+@pytest.mark.parametrize("wait", ["to gather", "to leave"])
+def test_no_wait_of_a_script_is_without_a_deadline(wait):
+    """No node answers: each wait has a deadline, and after the last one the job has failed."""
+    if wait == "to gather":
+        play = Play(min=2, elastic_timeout=60)
+        play.mute = {"a", "b"}
+        play.look("a:1", "b:1")
+    else:
+        play = Play("a:1", "b:1", min=2, elastic_timeout=60)
+        play.slow = True
+        play.mute = {"a", "b"}
+        play.send(sev.NodeFailed("a", play.group.round, (sev.Failure(0, 0, 1, "boom", "trace", 1.0),)))
+    begun = play.now
+    while play.group.stage is not Stage.ENDED:
+        at = deadline(play.group)
+        assert at != NEVER, play.why
+        assert at < begun + 1000.0, play.why
+        play.wait(at - play.now + 0.01)
+    assert play.end.outcome == "failed"
 
 
 def test_enough_nodes_wait_the_settle_time_for_others():
