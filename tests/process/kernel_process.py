@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,8 @@ def end(kernel: Kernel) -> None:
     """Kill the kernel, and stop its cluster if that still runs."""
     kernel.kill()
     if any(info.name == kernel.name for info in nbe.Cluster.all()):
-        nbe.Cluster.attach(kernel.name).stop()
+        with suppress(nbe.UsageError):  # it has ended just now, with its kernel
+            nbe.Cluster.attach(kernel.name).stop()
 
 
 @contextmanager
