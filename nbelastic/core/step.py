@@ -45,6 +45,9 @@ from nbelastic.protocol.connection_events import EnvironmentReported, HostDiscon
 
 __all__ = ["deadline", "step"]
 
+# With many workers they come in thousands.
+_FREQUENT = (ev.WorkerReady, ev.WorkerFormed, ev.WorkerRaised, ev.LeaveAcknowledged, ev.StoreOffered, ev.WorkerPrepared)
+
 
 def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
     """The state after `event`, received at `now` (seconds, monotonic), and the commands to carry out."""
@@ -53,7 +56,8 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     cluster = deadlines.act(cluster, now, out)
     worker = getattr(event, "worker", None)
     if worker is None or worker in cluster.workers:
-        cluster = _handle(cluster, event, now, out)
+        handle = _handle_worker_event if isinstance(event, _FREQUENT) else _handle
+        cluster = handle(cluster, event, now, out)
     if cluster.disconnected:
         cluster = connections.progress(cluster, now, out)
     if cluster.partition_check.pairs:
@@ -148,6 +152,19 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
 
 def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
     match event:
+        case ev.WorkerReady():
+            return worker_events.worker_ready(cluster, event, now, out)
+        case (
+            ev.WorkerFormed()
+            | ev.LeaveAcknowledged()
+            | ev.WorkerHalted()
+            | ev.WorkerRaised()
+            | ev.WorkerSucceeded()
+            | ev.StoreOffered()
+        ):
+            return worker_events.member_event(cluster, event, now, out)
+        case ev.WorkerPrepared():
+            return reconfiguration.worker_prepared(cluster, event, now)
         case ev.WorkerStarted(worker=w, pid=pid):
             return with_worker(cluster, replace(cluster.workers[w], pid=pid))
         case ev.WorkerExited():
@@ -166,17 +183,6 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return setup_cells.worker_registered(cluster, w, now, out)
         case ev.SetupEnded():
             return setup_cells.setup_ended(cluster, event, now, out)
-        case ev.WorkerReady():
-            return worker_events.worker_ready(cluster, event, now, out)
-        case (
-            ev.WorkerFormed()
-            | ev.LeaveAcknowledged()
-            | ev.WorkerHalted()
-            | ev.WorkerRaised()
-            | ev.WorkerSucceeded()
-            | ev.StoreOffered()
-        ):
-            return worker_events.member_event(cluster, event, now, out)
         case ev.CommitCellEnded():
             return halts.cell_ended(cluster, event, now, out)
         case pev.BreakpointReached():
@@ -187,8 +193,6 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return replicas.differed(cluster, event, now, out)
         case pev.SwapFailed():
             return swaps.failed(cluster, event, now, out)
-        case ev.WorkerPrepared():
-            return reconfiguration.worker_prepared(cluster, event, now)
         case ev.PositionReported():
             return stalls.handle(stage_deadlines.position_reported(cluster, event, now), event, now, out)
         case ev.ProgramEnded():

@@ -42,7 +42,7 @@ class Watched(Decisions):
             is_stale=lambda _: False,
             save=lambda: self.done.append("save"),
             execute=lambda command, _: self.done.append(command),
-            after_decision=lambda event, *_: self.done.append(event),
+            after_decisions=lambda decided: self.done.extend(decision.event for decision in decided),
             on_failure=fail,
         )
 
