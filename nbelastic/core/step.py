@@ -37,7 +37,7 @@ from nbelastic.core import (
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.deadlines import deadline
-from nbelastic.core.state import ClusterState, with_worker
+from nbelastic.core.state import ClusterState, Stage, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
@@ -48,9 +48,16 @@ __all__ = ["deadline", "step"]
 # With many workers they come in thousands.
 _FREQUENT = (ev.WorkerReady, ev.WorkerFormed, ev.WorkerRaised, ev.LeaveAcknowledged, ev.StoreOffered, ev.WorkerPrepared)
 
+_WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING)
 
-def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
-    """The state after `event`, received at `now` (seconds, monotonic), and the commands to carry out."""
+
+def step(
+    cluster: ClusterState, event: ev.Event, now: float, *, more: bool = False
+) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
+    """The state after `event`, received at `now` (seconds, monotonic), and the commands to carry out.
+
+    `more`: the step of another event at the same time follows. The reason to wait may then be left to that one.
+    """
     out: Commands = []
     before = cluster
     cluster = deadlines.act(cluster, now, out)
@@ -58,6 +65,8 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     if worker is None or worker in cluster.workers:
         handle = _handle_worker_event if isinstance(event, _FREQUENT) else _handle
         cluster = handle(cluster, event, now, out)
+    if more and _only_waits(before, cluster):
+        return cluster, tuple(out)
     if cluster.disconnected:
         cluster = connections.progress(cluster, now, out)
     if cluster.partition_check.pairs:
@@ -87,6 +96,24 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     if cluster.stall is not None:
         cluster = stalls.explain(cluster)
     return cluster, tuple(out)
+
+
+def _only_waits(before: ClusterState, cluster: ClusterState) -> bool:
+    """Whether the stage still waits for reports of members and nothing else is under way: only the reason would change."""
+    job = cluster.active
+    return (
+        cluster.stage in _WAITS_FOR_ALL
+        and cluster.stage is before.stage
+        and bool(cluster.awaiting)
+        and job is not None
+        and not job.succeeded
+        and cluster.stopped is before.stopped
+        and not (cluster.disconnected or cluster.partition_check.pairs or cluster.probing or cluster.ending)
+        and not (cluster.stopping or cluster.setup_outdated or cluster.external_nodes or cluster.held_back)
+        and not cluster.deferred_events
+        and not (cluster.wait is not None and cluster.wait.irreplaceable)
+        and all(under_way is None for under_way in (cluster.kept_state, cluster.trial, cluster.script, cluster.stall))
+    )
 
 
 def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:

@@ -157,12 +157,13 @@ class Decisions:
         """Decide on these events, then carry out all decisions."""
         decided: list[Decision] = []
         now = self._clock.now()
-        for event in events:
+        last = len(events) - 1
+        for number, event in enumerate(events):
             if self._internal_errors.decision_failure:
                 self._stop_if_requested(event)
                 continue
             try:
-                decided += self._step(event, now)
+                decided += self._step(event, now, more=number < last)
             except Exception as error:  # noqa: BLE001  (a bug of ours: the training must go on)
                 self._carry_out(decided)
                 decided.clear()
@@ -175,14 +176,14 @@ class Decisions:
         if isinstance(event, ev.StopRequested):
             self.cluster = ClusterState(self.cluster.limits, stopping=event.reason)
 
-    def _step(self, event: ev.Event, now: float) -> list[Decision]:
+    def _step(self, event: ev.Event, now: float, *, more: bool) -> list[Decision]:
         """Decide on one event. Returns the decision, if there is something to carry out or to log."""
         if self._is_stale(event):
             return []
         before = self.cluster
         if before.has_world:
             self._event_log.note_symptom(event, now)
-        self.cluster, commands = step(before, event, now)
+        self.cluster, commands = step(before, event, now, more=more)
         if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):
             # A waiting node sends this event twice a second: it is neither logged nor published.
             for command in commands:

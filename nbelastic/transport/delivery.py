@@ -88,6 +88,8 @@ class Delivery:
 
     def due(self, now: float) -> list[tuple[bytes, bytes]]:
         """Heads and messages to send now: new ones, and the first of those that were not acknowledged in time."""
+        if not self._unacknowledged:
+            return []
         start = self._acknowledged_up_to
         if self._sent_up_to > start and now - self._progress_at >= self._patience * 2**self._doublings:
             self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)

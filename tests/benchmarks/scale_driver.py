@@ -70,12 +70,14 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
 
     taken: list[tuple[float, float]] = []
 
-    def timed(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
+    def timed(
+        cluster: ClusterState, event: ev.Event, now: float, *, more: bool
+    ) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
         if isinstance(
             event, ev.StoreOffered
         ):  # reading these clocks for each event would be a fifth of the driver's time
             taken.append((time.monotonic(), time.thread_time()))
-        return step(cluster, event, now)
+        return step(cluster, event, now, more=more)
 
     open_files.raise_limit()
     decisions.step = timed

@@ -25,7 +25,7 @@ from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.worker.formation import Formation
-from tests.core.invariants import check
+from tests.core.invariants import check, check_more
 from tests.simulation.clock import Clock
 from tests.simulation.groups import Groups
 from tests.simulation.host import Agent
@@ -92,6 +92,7 @@ class World:
         self.events.append((now, event))
         self.cluster, commands = step(before, event, now)
         check(before, self.cluster, commands, now)
+        check_more(before, event, now, self.cluster, commands)
         for command in commands:
             self._executor.execute(command, now)
         at = deadline(self.cluster, now)
