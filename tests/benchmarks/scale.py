@@ -91,7 +91,7 @@ class Scale:
         while not true(found := self.look()):
             if time.monotonic() > end:
                 raise TimeoutError(f"{what}: {found} after {PATIENCE:g} s")
-            time.sleep(0.02)
+            time.sleep(max(0.02, self.size / 100_000))  # looking takes time of the driver
         return time.monotonic(), found.cpu
 
     def submit(self) -> None:
