@@ -225,16 +225,21 @@ class Measured:
         )
         sent, received = self.fleet.sent - bundles[0], self.fleet.received - bundles[1]
         rejoined = await self.until(lambda: self.is_running(size))
+        hosts = len(self.fleet.hosts)
         return {
-            "break CPU s": broken,
-            "rejoin CPU s": rejoined,
-            "sent per host": sent / len(self.fleet.hosts),
-            "received per host": received / len(self.fleet.hosts),
+            "break_CPU_s": broken,
+            "rejoin_CPU_s": rejoined,
+            "frames_sent_per_host": sent / hosts,
+            "received_per_host": received / hosts,
         }
 
 
-async def measure(workers: int, rounds: int, *, profiled: bool) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+def note(**values: float) -> None:
+    """Print these values."""
+    print("  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in values.items()), flush=True)
+
+
+async def measure(workers: int, rounds: int, *, profiled: bool) -> None:
     size = workers // SLOTS * SLOTS
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(workers // SLOTS, Path(folder))
@@ -245,20 +250,18 @@ async def measure(workers: int, rounds: int, *, profiled: bool) -> dict[str, lis
         started = await measured.until(lambda: len(driver.cluster.workers) == size and not driver.cluster.unregistered)
         driver.jobs.submit(JobRun("job-1", worker_messages.Program("job-1", "", source="a cell")), SavedJob("job-1"))
         formed = await measured.until(lambda: measured.is_running(size))
-        found = {"start CPU s": [started], "form CPU s": [formed]}
+        note(start_CPU_s=started, form_CPU_s=formed)
         for number in range(rounds):
-            for name, value in (await measured.recover(number)).items():
-                found.setdefault(name, []).append(value)
+            note(**await measured.recover(number))
         if profiled:
             profile = cProfile.Profile()
             await measured.recover(rounds, profile)
             stats = pstats.Stats(profile)
-            found["calls per worker"] = [stats.total_calls / size]  # type: ignore[attr-defined]
+            note(calls_per_worker=stats.total_calls / size)  # type: ignore[attr-defined]
             stats.sort_stats("tottime").print_stats(MOST)
             stats.sort_stats("cumtime").print_stats(MOST)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-    return found
 
 
 def main() -> None:
@@ -267,9 +270,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print the most expensive functions")
     options = parser.parse_args()
-    found = asyncio.run(measure(options.workers, options.rounds, profiled=options.profile))
-    for name, values in found.items():
-        print(f"{name:20}" + "".join(f"{value:10.3f}" for value in values))
+    asyncio.run(measure(options.workers, options.rounds, profiled=options.profile))
 
 
 if __name__ == "__main__":
