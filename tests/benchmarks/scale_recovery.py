@@ -1,8 +1,7 @@
 """The driver's CPU time for one recovery of many workers: `python -m tests.benchmarks.scale_recovery [--workers N]`.
 
-Driver, core, the server's code, relays and deliveries are the real ones. They run in one thread and without sockets, so
-the CPU time of the simulated hosts is not counted, and a busy machine changes the numbers little. All messages of a host
-that wait go into one bundle. There are no heartbeats.
+Driver, core, the server's code, relays and deliveries are the real ones. They run in one thread, without sockets and
+heartbeats. The CPU time of the simulated hosts is not counted. All messages of a host that wait go into one bundle.
 
 One worker dies and all others raise. `break` lasts until the survivors' next world runs, and `rejoin` from then until
 its replacement trains too. `calls` are Python function calls per worker in both, in one more recovery with `--profile`.
