@@ -75,6 +75,8 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 def _next_end(cluster: ClusterState) -> float:
     """When something is due for a host that was announced to end."""
+    if not cluster.ending:
+        return NEVER
     times = [ending.at if ending.save_at is None else ending.save_at for ending in cluster.ending.values()]
     return min(
         [*times, *(requests.succession_at(cluster, ending) for ending in cluster.ending.values())], default=NEVER

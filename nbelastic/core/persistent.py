@@ -141,10 +141,14 @@ class PersistentSet(_Shared[K, None], AbstractSet[K]):
         return self._with(other._merged() if isinstance(other, PersistentSet) else dict.fromkeys(other))
 
     def __sub__(self, other: Iterable[Any]) -> Self:
+        """The set without these; itself, if it has none of them."""
+        if not self._size:
+            return self
         others = other if isinstance(other, AbstractSet) else frozenset(other)
-        if len(others) > len(self):
+        if len(others) > self._size:
             return type(self)(key for key in self if key not in others)
-        return self.without(others)
+        present = [key for key in others if key in self]
+        return self.without(present) if present else self
 
     def __and__(self, other: Iterable[Any]) -> Self:
         others = other if isinstance(other, AbstractSet) else frozenset(other)

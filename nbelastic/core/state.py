@@ -380,7 +380,8 @@ def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> 
 
 def without(cluster: ClusterState, ids: Collection[WorkerId], *fields: WorkerSet) -> ClusterState:
     """The state without these workers in these sets."""
-    changed = {field: getattr(cluster, field) - ids for field in fields if not getattr(cluster, field).isdisjoint(ids)}
+    sets = ((field, getattr(cluster, field)) for field in fields)
+    changed = {field: after for field, before in sets if (after := before - ids) is not before}
     return replace(cluster, **changed) if changed else cluster
 
 

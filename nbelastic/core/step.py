@@ -37,7 +37,7 @@ from nbelastic.core import (
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.deadlines import deadline
-from nbelastic.core.state import ClusterState, with_worker
+from nbelastic.core.state import ClusterState, Stage, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
@@ -45,15 +45,28 @@ from nbelastic.protocol.connection_events import EnvironmentReported, HostDiscon
 
 __all__ = ["deadline", "step"]
 
+# With many workers they come in thousands.
+_FREQUENT = (ev.WorkerReady, ev.WorkerFormed, ev.WorkerRaised, ev.LeaveAcknowledged, ev.StoreOffered, ev.WorkerPrepared)
 
-def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
-    """The state after `event`, received at `now` (seconds, monotonic), and the commands to carry out."""
+_WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING)
+
+
+def step(
+    cluster: ClusterState, event: ev.Event, now: float, *, more: bool = False
+) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
+    """The state after `event`, received at `now` (seconds, monotonic), and the commands to carry out.
+
+    `more`: the step of another event at the same time follows. The reason to wait may then be left to that one.
+    """
     out: Commands = []
     before = cluster
     cluster = deadlines.act(cluster, now, out)
     worker = getattr(event, "worker", None)
     if worker is None or worker in cluster.workers:
-        cluster = _handle(cluster, event, now, out)
+        handle = _handle_worker_event if isinstance(event, _FREQUENT) else _handle
+        cluster = handle(cluster, event, now, out)
+    if more and _only_waits(before, cluster):
+        return cluster, tuple(out)
     if cluster.disconnected:
         cluster = connections.progress(cluster, now, out)
     if cluster.partition_check.pairs:
@@ -83,6 +96,24 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     if cluster.stall is not None:
         cluster = stalls.explain(cluster)
     return cluster, tuple(out)
+
+
+def _only_waits(before: ClusterState, cluster: ClusterState) -> bool:
+    """Whether the stage still waits for reports of members and nothing else is under way: only the reason would change."""
+    job = cluster.active
+    return (
+        cluster.stage in _WAITS_FOR_ALL
+        and cluster.stage is before.stage
+        and bool(cluster.awaiting)
+        and job is not None
+        and not job.succeeded
+        and cluster.stopped is before.stopped
+        and not (cluster.disconnected or cluster.partition_check.pairs or cluster.probing or cluster.ending)
+        and not (cluster.stopping or cluster.setup_outdated or cluster.external_nodes or cluster.held_back)
+        and not cluster.deferred_events
+        and not (cluster.wait is not None and cluster.wait.irreplaceable)
+        and all(under_way is None for under_way in (cluster.kept_state, cluster.trial, cluster.script, cluster.stall))
+    )
 
 
 def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
@@ -148,6 +179,19 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
 
 def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
     match event:
+        case ev.WorkerReady():
+            return worker_events.worker_ready(cluster, event, now, out)
+        case (
+            ev.WorkerFormed()
+            | ev.LeaveAcknowledged()
+            | ev.WorkerHalted()
+            | ev.WorkerRaised()
+            | ev.WorkerSucceeded()
+            | ev.StoreOffered()
+        ):
+            return worker_events.member_event(cluster, event, now, out)
+        case ev.WorkerPrepared():
+            return reconfiguration.worker_prepared(cluster, event, now)
         case ev.WorkerStarted(worker=w, pid=pid):
             return with_worker(cluster, replace(cluster.workers[w], pid=pid))
         case ev.WorkerExited():
@@ -166,17 +210,6 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return setup_cells.worker_registered(cluster, w, now, out)
         case ev.SetupEnded():
             return setup_cells.setup_ended(cluster, event, now, out)
-        case ev.WorkerReady():
-            return worker_events.worker_ready(cluster, event, now, out)
-        case (
-            ev.WorkerFormed()
-            | ev.LeaveAcknowledged()
-            | ev.WorkerHalted()
-            | ev.WorkerRaised()
-            | ev.WorkerSucceeded()
-            | ev.StoreOffered()
-        ):
-            return worker_events.member_event(cluster, event, now, out)
         case ev.CommitCellEnded():
             return halts.cell_ended(cluster, event, now, out)
         case pev.BreakpointReached():
@@ -187,8 +220,6 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return replicas.differed(cluster, event, now, out)
         case pev.SwapFailed():
             return swaps.failed(cluster, event, now, out)
-        case ev.WorkerPrepared():
-            return reconfiguration.worker_prepared(cluster, event, now)
         case ev.PositionReported():
             return stalls.handle(stage_deadlines.position_reported(cluster, event, now), event, now, out)
         case ev.ProgramEnded():

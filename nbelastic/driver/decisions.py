@@ -43,7 +43,6 @@ IN_BATCHES = (
 )
 BATCH = 256  # events at most, so that messages and other events do not wait for long
 Execute = Callable[[cmd.Command, float], None]
-AfterDecision = Callable[[ev.Event, ClusterState, tuple[cmd.Command, ...], float], None]
 
 
 class Decision(NamedTuple):
@@ -55,13 +54,16 @@ class Decision(NamedTuple):
     now: float
 
 
+AfterDecisions = Callable[[Sequence[Decision]], None]
+
+
 class Decisions:
     """Owns the cluster state and the inbox. Lives in the driver's thread.
 
     - `is_stale(event)`: whether an event is dropped.
     - `save()`: saves the driver snapshot.
     - `execute(command, now)`: carries out a command.
-    - `after_decision(event, before, commands, now)`: called after each decision, with the cluster state `before` it.
+    - `after_decisions(decided)`: called when decisions have been carried out: one, or those on events that waited together.
     - `on_failure(event, error)`: called when a decision has failed with an unexpected error.
     """
 
@@ -75,13 +77,13 @@ class Decisions:
         is_stale: Callable[[ev.Event], bool],
         save: Callable[[], None],
         execute: Execute,
-        after_decision: AfterDecision,
+        after_decisions: AfterDecisions,
         on_failure: Callable[[ev.Event, Exception], None],
     ) -> None:
         self.cluster = ClusterState(limits)
         self._clock, self._event_log, self._internal_errors = clock, event_log, internal_errors
         self._is_stale, self._save, self._execute = is_stale, save, execute
-        self._after_decision, self._on_failure = after_decision, on_failure
+        self._after_decisions, self._on_failure = after_decisions, on_failure
         self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._can_decide_now = False
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -154,13 +156,14 @@ class Decisions:
     def _decide(self, *events: ev.Event) -> None:
         """Decide on these events, then carry out all decisions."""
         decided: list[Decision] = []
-        for event in events:
+        now = self._clock.now()
+        last = len(events) - 1
+        for number, event in enumerate(events):
             if self._internal_errors.decision_failure:
                 self._stop_if_requested(event)
                 continue
-            now = self._clock.now()
             try:
-                decided += self._step(event, now)
+                decided += self._step(event, now, more=number < last)
             except Exception as error:  # noqa: BLE001  (a bug of ours: the training must go on)
                 self._carry_out(decided)
                 decided.clear()
@@ -173,14 +176,14 @@ class Decisions:
         if isinstance(event, ev.StopRequested):
             self.cluster = ClusterState(self.cluster.limits, stopping=event.reason)
 
-    def _step(self, event: ev.Event, now: float) -> list[Decision]:
+    def _step(self, event: ev.Event, now: float, *, more: bool) -> list[Decision]:
         """Decide on one event. Returns the decision, if there is something to carry out or to log."""
         if self._is_stale(event):
             return []
         before = self.cluster
         if before.has_world:
             self._event_log.note_symptom(event, now)
-        self.cluster, commands = step(before, event, now)
+        self.cluster, commands = step(before, event, now, more=more)
         if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):
             # A waiting node sends this event twice a second: it is neither logged nor published.
             for command in commands:
@@ -196,13 +199,17 @@ class Decisions:
         saves = has_commands or not all(isinstance(decision.event, REPORTED_AGAIN) for decision in decided)
         # First: if the driver is killed now, it has announced nothing that the next driver cannot know.
         calls: list[Callable[[], object]] = [self._save if saves else self._save_soon]
+        events: list[ev.Event] = []
         for event, _, commands, now in decided:
-            calls.append(partial(self._event_log.note, event, now))
-            calls += (partial(self._execute, command, now) for command in commands)
+            events.append(event)
+            if commands:
+                calls.append(partial(self._event_log.note_all, events, now))
+                calls += (partial(self._execute, command, now) for command in commands)
+                events = []
+        calls.append(partial(self._event_log.note_all, events, decided[-1].now))
         error = call_each([*calls, *([self._save] if has_commands else [])])  # at last the processes that were started
         if not self.cluster.suspects:
             self._event_log.clear_symptoms()
-        for decision in decided:
-            self._after_decision(*decision)
+        self._after_decisions(decided)
         if error is not None:
             self._on_failure(decided[-1].event, error)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +18,7 @@ from nbelastic.driver.background_tasks import BackgroundTasks
 from nbelastic.driver.client_lease import stop_when_abandoned
 from nbelastic.driver.clients import Clients
 from nbelastic.driver.components import Components, Shared
-from nbelastic.driver.decisions import Decisions
+from nbelastic.driver.decisions import Decision, Decisions
 from nbelastic.driver.dependencies import REAL, Dependencies
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.driver.event_log import EVENTS, EventLog
@@ -81,7 +81,7 @@ class Driver:
             is_stale=self._is_stale,
             save=self.save,
             execute=self._execute,
-            after_decision=self._after_decision,
+            after_decisions=self._after_decisions,
             on_failure=self.stop_deciding,
         )
         self._pending = Pending(lambda: self.cluster, self.post, self._stopped_error, self.update_clients)
@@ -299,19 +299,19 @@ class Driver:
         self.internal_errors.report_decision_failure(event, error)
         self._pending.fail_all()
 
-    def _after_decision(
-        self, event: ev.Event, before: ClusterState, commands: tuple[cmd.Command, ...], now: float
-    ) -> None:
+    def _after_decisions(self, decided: Sequence[Decision]) -> None:
+        commands = (command for decision in decided for command in decision.commands)
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
             hosts = (self.cluster.hosts[name] for name in sorted(starting) if name in self.cluster.hosts)
             addresses = tuple(at.address for host in hosts for at in host.addresses)
             self._components.workers.send(self.cluster.members, worker_messages.AllowPeers(addresses))
+        before = decided[0].before
         if self.cluster.removed_workers != before.removed_workers:
-            lost = before.workers.keys() - self.cluster.workers.keys()
-            self._components.forget(lost)
-        self._decisions.set_deadline_timer(now)
-        self._pending.on_decision(event)
+            self._components.forget(before.workers.keys() - self.cluster.workers.keys())
+        self._decisions.set_deadline_timer(decided[-1].now)
+        for decision in decided:
+            self._pending.on_decision(decision.event)
         self._publish()
 
     def save(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -61,6 +62,11 @@ class EventLog:
     def note(self, entry: ev.Event | replay.Begins, now: float) -> None:
         """Write the input of `step`, or the state from which this driver begins: `nbelastic replay` steps through them."""
         self._write(replay.line_of(now, entry))
+
+    def note_all(self, events: Sequence[ev.Event], now: float) -> None:
+        """The same for several events, which were decided on at once."""
+        if events:
+            self._write(*(replay.line_of(now, event) for event in events))
 
     def note_symptom(self, event: ev.Event, now: float) -> None:
         """Before `step` decides on an event: note the time if the event is the first symptom of a break."""
@@ -144,9 +150,9 @@ class EventLog:
     def _open(self) -> FileIO:
         return FileIO(append_private(self._path), "ab")
 
-    def _write(self, line: dict[str, object]) -> None:
-        """Write a line. Lines are dropped while the disk is full, because no decision may depend on the log."""
-        data = (b"" if self._is_last_line_complete else b"\n") + encode(line) + b"\n"
+    def _write(self, *lines: dict[str, object]) -> None:
+        """Write these lines. Lines are dropped while the disk is full, because no decision may depend on the log."""
+        data = b"".join([b"" if self._is_last_line_complete else b"\n", *(encode(line) + b"\n" for line in lines)])
         try:
             self._is_last_line_complete = self._file.write(data) == len(data)
             if self._file.tell() > MAX_SIZE:

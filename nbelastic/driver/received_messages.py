@@ -15,6 +15,7 @@ from nbelastic.driver.cells import Cells
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.code_versions import CodeVersions
 from nbelastic.driver.debuggers import Debuggers
+from nbelastic.driver.decisions import REPORTED_AGAIN
 from nbelastic.driver.dependencies import MessageServer
 from nbelastic.driver.engines import Engines
 from nbelastic.driver.event_log import EventLog
@@ -102,10 +103,14 @@ class ReceivedMessages:
             if self.takeover is not None:
                 self.takeover.add_node_event(message)
             self._scripts.receive(peer, self._stamped(message))
-            return
-        if self.takeover is not None and isinstance(message, Report):
+        elif self.takeover is not None and isinstance(message, Report):
             self.takeover.add(message)
-            return
+        elif isinstance(message, REPORTED_AGAIN):  # the most frequent ones
+            self._handle_event(message)
+        else:
+            self._handle_other(peer, message)
+
+    def _handle_other(self, peer: str, message: messages.Message | ev.Event) -> None:
         match message:
             case agent_messages.NodeExited():
                 self._scripts.on_node_exited(message)

@@ -27,13 +27,14 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
 from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
 from nbelastic.system.fault_handling import guarded
-from nbelastic.transport.delivery import Delivery
+from nbelastic.transport.delivery import RETRANSMIT_BATCH, Delivery
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import HOLD, Relay, is_bundle, opened
 from nbelastic.transport.sockets import (
     BATCH,
     CLOSE_LINGER,
     DISCONNECTED,
+    HEARD,
     HEARTBEAT,
     MAX_MESSAGE,
     RELAY,
@@ -259,7 +260,7 @@ class Client:
             self._flush(socket)
 
     def _receive_batch(self, socket: zmq.Socket[bytes]) -> None:
-        """Receive and acknowledge a batch of messages. Pass on those for other processes of this host."""
+        """Receive a batch of messages. Pass on those for other processes of this host."""
         for _ in range(BATCH):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -274,9 +275,13 @@ class Client:
             *heads, frame = frames
             self.heard_at = now = time.monotonic()
             self.disconnected = False
-            if (not heads or self._delivery.receive(heads[0], now)) and frame:
+            if frames == [HEARD]:
+                self._delivery.hear(now)
+            elif (not heads or self._delivery.receive(heads[0], now)) and frame:
                 self._handle_frame(frame)
-        if self._delivery.must_acknowledge:
+        if (
+            self._delivery.received_since_head >= RETRANSMIT_BATCH
+        ):  # fewer are acknowledged by the next message or heartbeat
             self._send_all(socket, [(self._delivery.head(), b"")])
 
     def _send_to_processes(self, bundle: list[bytes]) -> None:

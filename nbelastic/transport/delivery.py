@@ -44,12 +44,12 @@ class Delivery:
         self._peer_session = 0
         self._received_up_to = 0
         self._received_at = 0.0
-        self.must_acknowledge = False  # a message was received since the last head
+        self.received_since_head = 0  # messages, also duplicates
         self.discarded = 0  # messages dropped because too many were unacknowledged
 
     def head(self, number: int = 0) -> bytes:
         """The frame before a message. It acknowledges received messages. 0: the message is not kept, or there is none."""
-        self.must_acknowledge = False
+        self.received_since_head = 0
         return HEAD.pack(self._session, number, self._acknowledged_up_to + 1, self._peer_session, self._received_up_to)
 
     @property
@@ -61,6 +61,11 @@ class Delivery:
     def pending(self) -> int:
         """The number of unacknowledged messages."""
         return len(self._unacknowledged)
+
+    @property
+    def must_acknowledge(self) -> bool:
+        """Whether a message was received since the last head."""
+        return self.received_since_head > 0
 
     @property
     def congested(self) -> bool:
@@ -83,6 +88,8 @@ class Delivery:
 
     def due(self, now: float) -> list[tuple[bytes, bytes]]:
         """Heads and messages to send now: new ones, and the first of those that were not acknowledged in time."""
+        if not self._unacknowledged:
+            return []
         start = self._acknowledged_up_to
         if self._sent_up_to > start and now - self._progress_at >= self._patience * 2**self._doublings:
             self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)
@@ -99,15 +106,19 @@ class Delivery:
             for number in range(first + 1, self._sent_up_to + 1)
         ]
 
+    def hear(self, now: float) -> None:
+        """The other end has sent something."""
+        if now - self._received_at > self._patience:
+            self._doublings = 0  # it is back
+        self._received_at = now
+
     def receive(self, head: bytes, now: float) -> bool:
         """Read a head. Return whether its message is the next in order.
 
         Otherwise it is a duplicate, an earlier message was lost, it is for another end, or it has no number.
         """
         sender, number, first, recipient, acknowledged = HEAD.unpack(head)
-        if now - self._received_at > self._patience:
-            self._doublings = 0  # the other end is back
-        self._received_at = now
+        self.hear(now)
         if recipient == self._session and acknowledged > self._acknowledged_up_to:
             self._acknowledge(min(acknowledged, self._last_number), now)
         if not number or recipient not in (0, self._session):
@@ -116,7 +127,7 @@ class Delivery:
             if self._peer_session:
                 self.reset()
             self._peer_session, self._received_up_to = sender, 0
-        self.must_acknowledge = True
+        self.received_since_head += 1
         self._received_up_to = max(self._received_up_to, first - 1)  # the other end has discarded earlier messages
         if number != self._received_up_to + 1:
             return False

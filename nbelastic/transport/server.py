@@ -41,6 +41,7 @@ from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import KIND, bundles, is_bundle, opened
 from nbelastic.transport.sockets import (
     BATCH,
+    HEARD,
     HEARTBEAT,
     MAX_MESSAGE,
     MAX_TO_DRIVER,
@@ -383,8 +384,15 @@ class Server:
             await asyncio.sleep(self._heartbeat)
             now = time.monotonic()
             self._handle_reports()
+            only_heard = []
             for peer in list(self.heard_at):
                 delivery = self._delivery_of(peer)
-                self._send_due(peer, delivery, now)
-                self._send_or_bundle(peer, delivery.head(), b"")
+                if delivery.pending:
+                    self._send_due(peer, delivery, now)
+                if delivery.must_acknowledge or peer not in self._routes:
+                    self._send_or_bundle(peer, delivery.head(), b"")
+                else:
+                    only_heard.append(peer)
+            for peer in only_heard:  # side by side, so that a bundle has this frame once
+                self._send_or_bundle(peer, HEARD)
             self._send_bundles()

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.benchmarks.scale_driver import SLOTS, drive
 from tests.benchmarks.scale_peers import play
@@ -30,6 +30,17 @@ PLAYERS = 2  # processes
 STOPPED = 4.0  # seconds
 PATIENCE = 120.0  # seconds for each case
 Numbers = dict[str, list[float]]
+
+
+class Look(NamedTuple):
+    """What the driver answers. `ready`: workers before the job; `cpu`: seconds of its process, and `thread` of its thread."""
+
+    phase: str
+    ready: int
+    members: int
+    generation: int
+    cpu: float
+    thread: float
 
 
 class Scale:
@@ -52,30 +63,36 @@ class Scale:
         self.began = time.monotonic()
         for process in self._processes:
             process.start()
-        self.taken: list[tuple[float, float, str]] = []  # time, CPU seconds of the driver's thread, event
+        self.taken: list[tuple[float, float]] = []  # of each StoreOffered: time, CPU seconds of the driver's thread
 
     def close(self) -> None:
         for process in reversed(self._processes):  # the driver last: the players would report its loss
             process.kill()
             process.join()
 
-    def look(self) -> tuple[str, int, list[str], float, float]:
-        """Return phase, ready workers, members, and the CPU seconds of the driver's process and of its thread."""
+    def look(self) -> Look:
         self._driver.send("look")
         *found, taken = self._driver.recv()
         self.taken += taken
-        return tuple(found)
+        return Look(*found)
 
-    def until(self, what: str, true: Callable[[str, int, list[str]], bool]) -> tuple[float, float]:
+    def members(self) -> list[str]:
+        """Return the members by rank."""
+        self._driver.send("members")
+        return list(self._driver.recv())
+
+    def is_whole(self, found: Look) -> bool:
+        """Return whether a world of all workers runs."""
+        return found.phase == "running" and found.members == self.size
+
+    def until(self, what: str, true: Callable[[Look], bool]) -> tuple[float, float]:
         """Wait until this is true; return the time, and the driver's CPU seconds until then."""
         end = time.monotonic() + PATIENCE
-        while True:
-            phase, ready, members, cpu, _ = self.look()
-            if true(phase, ready, members):
-                return time.monotonic(), cpu
+        while not true(found := self.look()):
             if time.monotonic() > end:
-                raise TimeoutError(f"{what}: {phase}, {ready} ready, {len(members)} members after {PATIENCE:g} s")
+                raise TimeoutError(f"{what}: {found} after {PATIENCE:g} s")
             time.sleep(max(0.02, self.size / 100_000))  # looking takes time of the driver
+        return time.monotonic(), found.cpu
 
     def submit(self) -> None:
         self._driver.send("submit")
@@ -100,20 +117,19 @@ def run(workers: int, rate: float, seconds: float, rounds: int) -> Numbers:
             found.setdefault(name.replace("_", " "), []).append(value)
 
     scale = Scale(workers, rate)
-    whole = lambda phase, ready, members: phase == "running" and len(members) == scale.size
     try:
-        at, cpu = scale.until("all are ready", lambda _phase, ready, _members: ready == scale.size)
+        at, cpu = scale.until("all are ready", lambda found: found.ready == scale.size)
         note(start_s=at - scale.began, start_CPU_s=cpu)
         scale.submit()
         began, before = time.monotonic(), cpu
-        at, cpu = scale.until("a world of all", whole)
+        at, cpu = scale.until("a world of all", scale.is_whole)
         note(form_s=at - began, form_CPU_s=cpu - before)
         for _ in range(rounds):
             (counts, got_before), got_after = scale.counted(), 0
             sent = sum(every for *_, every in counts)
-            began, before = time.monotonic(), scale.look()[3]
+            began, before = time.monotonic(), scale.look().cpu
             time.sleep(seconds)
-            cpu, end = scale.look()[3], time.monotonic()
+            cpu, end = scale.look().cpu, time.monotonic()
             counts, got_after = scale.counted()
             note(
                 steady_messages_per_s=(sum(every for *_, every in counts) - sent) / (end - began),
@@ -121,9 +137,9 @@ def run(workers: int, rate: float, seconds: float, rounds: int) -> Numbers:
                 steady_CPU_percent=100 * (cpu - before) / (end - began),
             )
         for number in range(rounds):
-            storm(scale, number, note, whole)
+            storm(scale, number, note)
         for _ in range(rounds):
-            stop(scale, note, whole)
+            stop(scale, note)
         counts = [(numbered, newest) for numbered, newest, _ in scale.counted()[0] if newest]
         for numbered, newest in counts:
             note(sent_per_message=numbered / newest)
@@ -133,22 +149,23 @@ def run(workers: int, rate: float, seconds: float, rounds: int) -> Numbers:
     return found
 
 
-def storm(scale: Scale, number: int, note: Callable[..., None], whole: Callable[[str, int, list[str]], bool]) -> None:
+def storm(scale: Scale, number: int, note: Callable[..., None]) -> None:
     """Kill one worker; all others raise."""
-    members, before, _ = scale.look()[2:]
+    victim, before = scale.members()[number], scale.look()
     began = time.monotonic()
-    victim = members[number]
     scale.send("kill", victim)
     scale.send("storm")
-    at, _ = scale.until("a world after the storm", lambda phase, _ready, now: phase == "running" and victim not in now)
-    note(storm_running_s=at - began)
-    at, cpu = scale.until("a world of all again", whole)
-    note(storm_full_s=at - began, storm_CPU_s=cpu - before)
+    at, running = scale.until(
+        "a world after the storm", lambda found: found.phase == "running" and found.generation > before.generation
+    )
+    note(storm_running_s=at - began, storm_running_CPU_s=running - before.cpu)
+    at, cpu = scale.until("a world of all again", scale.is_whole)
+    note(storm_full_s=at - began, storm_CPU_s=cpu - before.cpu)
 
 
-def stop(scale: Scale, note: Callable[..., None], whole: Callable[[str, int, list[str]], bool]) -> None:
+def stop(scale: Scale, note: Callable[..., None]) -> None:
     """Stop the driver's process; a worker sends an event before the process continues."""
-    members, _, thread_before = scale.look()[2:]
+    members, thread_before = scale.members(), scale.look().thread
     pid = scale.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -158,11 +175,11 @@ def stop(scale: Scale, note: Callable[..., None], whole: Callable[[str, int, lis
     scale.taken.clear()
     began = time.monotonic()
     os.kill(pid, signal.SIGCONT)
-    scale.until("the event", lambda *_: any(name == "StoreOffered" for at, _, name in scale.taken if at > began))
-    at, thread = next((at, cpu) for at, cpu, name in scale.taken if at > began and name == "StoreOffered")
+    scale.until("the event", lambda _: any(at > began for at, _ in scale.taken))
+    at, thread = next((at, cpu) for at, cpu in scale.taken if at > began)
     note(stop_caught_up_s=at - began, stop_thread_CPU_s=thread - thread_before)
-    scale.until("the same world", whole)
-    assert sorted(scale.look()[2]) == sorted(members), "a worker was lost without a fault"
+    scale.until("the same world", scale.is_whole)
+    assert sorted(scale.members()) == sorted(members), "a worker was lost without a fault"
 
 
 def main() -> None:

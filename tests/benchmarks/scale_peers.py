@@ -24,6 +24,7 @@ from nbelastic.transport.relay import Relay
 
 RARELY = 1.0  # seconds between two reports of a rank that is not 0
 STORM = 0.02  # seconds within which all other workers raise
+CHECK = 0.05  # seconds after which a host looks again for heartbeats and bundles that are due
 
 
 class Lane:
@@ -177,6 +178,7 @@ class Players:
         self._hosts: dict[int, Host] = {}
         self._by_name: dict[str, Host] = {}
         self._workers: dict[str, Worker] = {}
+        self._touched: set[int] = set()  # hosts of which a worker may have something to send
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         for connection in (orders, parent):
@@ -188,7 +190,7 @@ class Players:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
                 heapq.heappop(self._timers)[2]()
-            due = {fd for fd, host in self._hosts.items() if host.due}
+            due, self._touched = {fd for fd in self._touched if self._hosts[fd].due}, set()
             for fd in (active | due) & self._hosts.keys():
                 self._hosts[fd].work()
             # Sending may lose an edge of a descriptor: hosts that have just worked are polled again.
@@ -208,15 +210,19 @@ class Players:
             case ("storm",):
                 members = [worker for worker in self._workers.values() if worker.generation]
                 for number, worker in enumerate(members):
-                    self._after(STORM * number / len(members), worker.fail)
+                    self._after(STORM * number / len(members), lambda worker=worker: self._fail(worker))
             case ("event", w) if w in self._workers:
                 worker = self._workers[w]
                 worker.link.send(ev.StoreOffered(worker.id, worker.generation, "127.0.0.1:1"))
+                self._touch(worker.id)
             case ("count",):
                 hosts = self._hosts.values()
                 peers = [peer for host in hosts for peer in (host.agent, *host.peers.values())]
                 counts = [(peer.numbered, peer.newest, peer.all) for peer in peers]
                 self._parent.send((counts, sum(host.bundles + host.agent.all for host in hosts)))
+
+    def _touch(self, w: WorkerId) -> None:
+        self._touched.add(self._by_name[w.host].fd)
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         self._count += 1
@@ -238,13 +244,23 @@ class Players:
             agent.report(agent_messages.AgentSample(host, 1.0, 1, {}))
             self._after(1.0, sample)
 
+        def check() -> None:
+            self._touched.add(here.fd)
+            self._after(CHECK, check)
+
         here.receive = receive
         agent.send(agent_messages.AgentHello(host, 1, versions.installed()))
         self._after(1.0, sample)
+        check()
+
+    def _fail(self, worker: Worker) -> None:
+        worker.fail()
+        self._touch(worker.id)
 
     def _report(self, worker: Worker) -> None:
         if str(worker.id) in self._workers:
             worker.report()
+            self._touch(worker.id)
             every = self._every if worker.speaks else max(self._every, RARELY)
             self._after(every, lambda: self._report(worker))
 
@@ -252,6 +268,7 @@ class Players:
         host = self._by_name[worker.id.host]
         del host.peers[f"worker/{worker.id}".encode()]
         host.agent.send(ev.WorkerExited(worker.id, -9))
+        self._touch(worker.id)
 
 
 def play(orders: Connection, parent: Connection, rate: float) -> None:

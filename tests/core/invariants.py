@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from tests.core.story import Story
 
 
+def check_more(
+    before: ClusterState, event: ev.Event, now: float, cluster: ClusterState, commands: tuple[cmd.Command, ...]
+) -> None:
+    """If the driver decides on several events at once, the last one leads to the same state and commands as one by one."""
+    left_out, first = step(before, event, now, more=True)
+    if left_out == cluster and first == commands:
+        return
+    one_by_one, others = step(cluster, ev.Ticked(), now)
+    at_once, last = step(left_out, ev.Ticked(), now)
+    assert at_once == one_by_one, event
+    assert (*first, *last) == (*commands, *others), event
+
+
 def check(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> None:
     """Asserts what holds after every step."""
     for fault in faults(before, cluster, commands, now):

@@ -19,7 +19,7 @@ from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.program_events import BreakpointLeft, BreakpointReached, SwapFailed
 from tests.core.fakes import SIGKILL, FakeCluster, wid
-from tests.core.invariants import check, check_doubled, check_stores
+from tests.core.invariants import check, check_doubled, check_more, check_stores
 
 AWAITED = (
     *(ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported),
@@ -62,6 +62,7 @@ class Story(FakeCluster):
             for command in commands:
                 self._obey(command)
             check(before, self.cluster, commands, self.now)
+            check_more(before, event, self.now, self.cluster, commands)
             check_stores(self, event, commands)
             if deadline(before, self.now) > self.now:  # else a message may belong to what has ended in this step
                 check_doubled(self.cluster, event, self.now)

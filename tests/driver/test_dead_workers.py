@@ -27,9 +27,9 @@ def test_a_late_message_of_a_lost_worker_does_not_bring_it_back(
     taken: list[ev.Event] = []
     servers: list[Server] = []
 
-    def step(cluster: Any, event: ev.Event, now: float) -> Any:
+    def step(cluster: Any, event: ev.Event, now: float, **options: bool) -> Any:
         taken.append(event)
-        return core_step.step(cluster, event, now)
+        return core_step.step(cluster, event, now, **options)
 
     def make(*arguments: Any) -> Server:
         servers.append(Server(*arguments))

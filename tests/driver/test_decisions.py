@@ -42,7 +42,7 @@ class Watched(Decisions):
             is_stale=lambda _: False,
             save=lambda: self.done.append("save"),
             execute=lambda command, _: self.done.append(command),
-            after_decision=lambda event, *_: self.done.append(event),
+            after_decisions=lambda decided: self.done.extend(decision.event for decision in decided),
             on_failure=fail,
         )
 
@@ -94,10 +94,10 @@ def test_a_fault_in_a_decision_leaves_those_before_it(driver, monkeypatch):
     """Decisions before the fault are saved and executed, and the log names the event that caused the fault."""
     step = decisions.step
 
-    def failing(cluster, event, now):
+    def failing(cluster, event, now, **options):
         if event == ev.AgentReady("h1", 1):
             raise KeyError("h1")
-        return step(cluster, event, now)
+        return step(cluster, event, now, **options)
 
     driver.start(ev.HostsDiscovered(tuple(HOSTS[:3])))
     monkeypatch.setattr(decisions, "step", failing)

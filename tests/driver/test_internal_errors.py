@@ -31,11 +31,11 @@ from tests.driver.hostless_cluster import NoHosts
 from tests.support.waiting import until
 
 
-def failing_step(world, event, now):
+def failing_step(world, event, now, **options):
     """Raise for one kind of event."""
     if isinstance(event, ev.Scaled):
         raise KeyError("b/0#1")
-    return step(world, event, now)
+    return step(world, event, now, **options)
 
 
 def trigger_fault(cluster):
@@ -157,7 +157,7 @@ def test_members_that_answered_receive_a_decision(tmp_path, monkeypatch, failing
                     raise KeyError("b/0#1")
                 send(*event)
 
-            target, name = (driver.event_log, "note") if failing == "note" else (fakes.server, "send_to_all")
+            target, name = (driver.event_log, "note_all") if failing == "note" else (fakes.server, "send_to_all")
             monkeypatch.setattr(target, name, fail)
             fakes.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.ask_number))
             await fakes.settle()

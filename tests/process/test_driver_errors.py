@@ -26,10 +26,10 @@ def test_a_training_goes_on_without_decisions(make, tmp_path, monkeypatch):
     The stop waits until the agent that it kills has ended: else the agent would stay a zombie of the driver's process.
     """
 
-    def broken(world, event, now):
+    def broken(world, event, now, **options):
         if isinstance(event, ev.Scaled):
             raise KeyError("a fault")
-        return step(world, event, now)
+        return step(world, event, now, **options)
 
     driver_thread.use_driver_threads(monkeypatch)
     cluster = make("localhost:2", min=2, silence=1.0)

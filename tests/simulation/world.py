@@ -25,7 +25,7 @@ from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.worker.formation import Formation
-from tests.core.invariants import check
+from tests.core.invariants import check, check_more
 from tests.simulation.clock import Clock
 from tests.simulation.drivers import Drivers
 from tests.simulation.groups import Groups
@@ -97,6 +97,7 @@ class World:
         self.events.append((now, event))
         self.cluster, commands = step(before, event, now)
         check(before, self.cluster, commands, now)
+        check_more(before, event, now, self.cluster, commands)
         for command in commands[: self.drivers.survives(len(commands))]:
             self._executor.execute(command, now)
         self._set_deadline()

@@ -9,7 +9,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.client import Client
-from nbelastic.transport.delivery import Delivery
+from nbelastic.transport.delivery import RETRANSMIT_BATCH, Delivery
 from nbelastic.transport.server import Server
 from tests.support import waiting
 from tests.support.waiting import until_async as until
@@ -30,6 +30,36 @@ def test_messages_go_both_ways_in_order():
                     driver.server.send(PEER, worker_messages.Abort(generation, "because"))
                 await until(lambda: len(worker.received) == 100)
                 assert [message.generation for message in worker.received] == list(range(100))
+
+    asyncio.run(story())
+
+
+def test_an_answer_acknowledges(monkeypatch):
+    """A worker sends no acknowledgement before its next message, unless eight messages have come."""
+    empty = []
+    receive_now = Server._receive
+
+    def receive(server, peer, frames, now):
+        if frames[-1] == b"":
+            empty.append(peer)
+        receive_now(server, peer, frames, now)
+
+    async def story():
+        async with running_driver(100.0) as driver, connected_client(driver, heartbeat=100.0) as client:
+            client.send(ev.WorkerFormed(WORKER, 1))
+            await until(lambda: driver.received)
+            monkeypatch.setattr(Server, "_receive", receive)
+            delivery = driver.server._deliveries[PEER]
+            driver.server.send(PEER, worker_messages.Abort(1, "because"))
+            await until(lambda: client.received)
+            assert delivery.pending == 1
+            client.send(ev.WorkerFormed(WORKER, 2))
+            await until(lambda: delivery.pending == 0)
+            assert not empty
+            for number in range(RETRANSMIT_BATCH):
+                driver.server.send(PEER, worker_messages.Abort(number, "because"))
+            await until(lambda: delivery.pending == 0)
+            assert len(client.received) == RETRANSMIT_BATCH + 1
 
     asyncio.run(story())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,7 +17,7 @@ from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import Delivery
 from nbelastic.transport.relay import bundles
 from nbelastic.transport.server import Server
-from nbelastic.transport.sockets import RELAY
+from nbelastic.transport.sockets import HEARD, RELAY
 from tests.support.waiting import until_async as until
 from tests.transport.link_ends import PEER, WORKER, connected_client, raw_socket, running_driver
 from tests.transport.test_breaks import CuttableProxy
@@ -108,6 +109,34 @@ def test_a_message_to_all_workers_of_a_host_is_sent_once(tmp_path, monkeypatch):
             assert len(orders) == 1
             await until(lambda: len(sent) > 10)
             assert {peer for peer, _ in sent} == {AGENT}
+
+    asyncio.run(story())
+
+
+def test_workers_of_a_host_share_a_heartbeat(tmp_path, monkeypatch):
+    """If the driver has nothing to acknowledge, one frame is its heartbeat for both workers, and both receive it."""
+    sent = []
+
+    async def story():
+        async with (
+            running_driver(0.1) as driver,
+            running_agent(driver, tmp_path),
+            connected_worker(tmp_path) as first,
+            connected_worker(tmp_path, OTHER_WORKER) as second,
+        ):
+            first.send(ev.WorkerFormed(WORKER, 1))
+            second.send(ev.WorkerFormed(OTHER_WORKER, 1))
+            await until(lambda: len(driver.received) == 2)
+            send_now = Server._send_frames
+            monkeypatch.setattr(
+                Server, "_send_frames", lambda server, *args: (sent.extend(args[1]), send_now(server, *args))
+            )
+            names = {PEER.encode(), f"worker/{OTHER_WORKER}".encode()}
+            await until(lambda: any(set(frame.split(b"\n")) == names for frame in sent))
+            at = next(number for number, frame in enumerate(sent) if set(frame.split(b"\n")) == names)
+            assert sent[at + 1 : at + 3] == [b"", HEARD]
+            now = time.monotonic()
+            await until(lambda: first.heard_at > now and second.heard_at > now)
 
     asyncio.run(story())
 
