@@ -7,6 +7,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
@@ -180,5 +181,14 @@ def _parse(parser: MagicArgumentParser, name: str, line: str) -> Namespace:
     try:
         options: Namespace = parser.parse_args(words_of(line))
     except UsageError as error:
-        raise UsageError(f"{str(error).rstrip('.')}; %{name}? shows the options.") from None
+        text = str(error).rstrip(".")
+        raise UsageError(f"{text}{_similar_option(parser, text)}; %{name}? shows the options.") from None
     return options
+
+
+def _similar_option(parser: argparse.ArgumentParser, error: str) -> str:
+    """A question about the option that was meant, if the error is about an unknown one."""
+    unknown = re.match(r"unrecognized arguments: (--[\w-]+)", error)
+    options = [option for action in parser._actions for option in action.option_strings]
+    similar = get_close_matches(unknown[1], options, 1) if unknown else []
+    return f" (did you mean {similar[0]}?)" if similar else ""
