@@ -95,5 +95,11 @@ class RunMagics(ClusterMagics):
             value = self._job().result(timeout=options.timeout)
         else:
             limit = {} if options.timeout is None else {"timeout": options.timeout}
-            value = self._cluster().wait(options.world, **limit)
+            cluster = self._cluster()
+            value = cluster.wait(options.world, **limit)
+            job = cluster.job
+            if job is not None and job.done() and job._values is None:  # this notebook has not asked for its result yet
+                print(
+                    f"{job.name} has ended ({job.status}): {options.world} workers are ready, and none of them trains."
+                )
         self._keep(options.out_variable, value)

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from concurrent.futures import Future
-from contextvars import ContextVar
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from fake_cluster import FakeJob
 from IPython.core.error import UsageError as IPythonUsageError
 from magic_output import output_of
 
 from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster import Cluster
 from nbelastic.client.notebook_line import NotebookLine
-from nbelastic.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError
-from nbelastic.notebook import cell_output, failed_jobs
+from nbelastic.errors import JobError, UsageError
+from nbelastic.notebook import cell_output
 from nbelastic.notebook.cell_magics import INTERRUPTED
-from nbelastic.notebook.failed_jobs import show_failure_here
 from nbelastic.protocol.requests import CommitOutput, Piece
-
-CELL = ContextVar("CELL", default="")
 
 
 def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
@@ -35,47 +27,6 @@ def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
     assert result.waited == []
     ip.run_cell("%%elastic_run --timeout 7\npass").raise_error()
     assert cluster.job.waited == [7.0]
-
-
-class EndedLater(FakeJob):
-    """A job whose future the test resolves."""
-
-    def __init__(self):
-        super().__init__()
-        self._copy = SimpleNamespace(future=Future())
-        self.done = self._copy.future.done
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    """Displayed errors, as in a notebook, each with the context that is valid then."""
-    shown = []
-    monkeypatch.setattr(failed_jobs, "in_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", lambda error: shown.append((error, CELL.get())))
-    return shown
-
-
-def test_the_error_of_a_job_appears_below_the_cell_that_has_begun_it(shown):
-    """The cell has ended when its job fails in another thread: the error is added to the output of that cell."""
-    job, error = EndedLater(), JobError("job-1 failed: rank 0 raised NameError: name 'x' is not defined")
-    CELL.set("the cell with the job")
-    show_failure_here(job)
-    CELL.set("a later cell")
-    fail = threading.Thread(target=job._copy.future.set_exception, args=(error,))
-    fail.start()
-    fail.join()
-    assert shown == [(error, "the cell with the job")]
-
-
-@pytest.mark.parametrize(
-    "error", [None, JobStoppedError("stopped by you"), ClusterStoppedError("the cluster was stopped")]
-)
-def test_nothing_appears_below_the_cell_of_a_job_that_did_not_fail(shown, error):
-    """The user has stopped the job, or the cluster has ended."""
-    job = EndedLater()
-    show_failure_here(job)
-    job._copy.future.set_exception(error) if error else job._copy.future.set_result([])
-    assert shown == []
 
 
 def test_a_training_cell_has_options_for_its_checkpoints(ip, magics, cluster):
@@ -158,6 +109,17 @@ def test_waiting_without_a_size_waits_for_the_job(ip, magics, cluster, capsys):
     job = cluster.run_cell("pass")
     assert output_of(ip, capsys, "%elastic_wait --timeout 9") == ""
     assert job.waited == [9.0]
+
+
+def test_a_wait_for_a_world_reports_that_the_job_has_ended_before(ip, magics, cluster, capsys):
+    """Workers that are ready and do not train are not taken for a larger training, unless the result was asked for."""
+    job = cluster.run_cell("pass")
+    assert output_of(ip, capsys, "%elastic_wait --world 4") == ""
+    job.status = "succeeded"
+    text = "job-1 has ended (succeeded): 4 workers are ready, and none of them trains."
+    assert output_of(ip, capsys, "%elastic_wait --world 4") == text
+    job.result()
+    assert output_of(ip, capsys, "%elastic_wait --world 4") == ""
 
 
 def test_a_cell_on_each_worker_prints_each_workers_lines(ip, magics, cluster, capsys):
