@@ -16,10 +16,11 @@ from IPython.core.error import UsageError
 from IPython.core.magic import cell_magic, line_cell_magic, line_magic
 from IPython.core.magic_arguments import MagicArgumentParser
 
+from nbelastic.client.notebook_line import show_in_one_line
+
 Kind = Literal["line", "cell", "line_cell"]
 Values = Mapping[str, Callable[[], Iterable[str]]]  # known values that Tab offers, by metavar
 
-NO_LONGER_WAITING = "no longer waiting; the cluster and its job go on, and %elastic_dashboard shows them."
 _DECORATORS: Mapping[Kind, Callable[[Any], Any]] = {
     "line": line_magic,
     "cell": cell_magic,
@@ -128,11 +129,6 @@ def split_pair(flag: str, text: str) -> tuple[str, str]:
     if not (name and equals):
         raise UsageError(f"{flag} {text}: write NAME=VALUE.")
     return name, value
-
-
-def show_in_one_line(error: KeyboardInterrupt, text: str = NO_LONGER_WAITING) -> None:
-    """Have IPython show the interrupt without a traceback. The first text that is set stays."""
-    vars(error).setdefault("_render_traceback_", lambda: [f"KeyboardInterrupt: {text}"])
 
 
 def completion(parsers: Callable[[str, bool], argparse.ArgumentParser | None], known: Callable[[], Values]) -> Any:
