@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 from nbelastic.client.cluster import Cluster
 from nbelastic.client.job import Job
@@ -23,8 +24,9 @@ EARLIER_EVENTS = 10  # earlier events that are printed first
 class Output:
     """Prints each line of a job once, in order of arrival: of one rank or of all, beginning with the last `tail` lines."""
 
-    def __init__(self, rank: int | None = None, tail: int = TAIL) -> None:
-        self._rank, self._tail = rank, tail
+    def __init__(self, rank: int | None = None, tail: int = TAIL, *, timestamps: bool = False) -> None:
+        """`timestamps`: begin each line with its time, as `docker logs` and `kubectl logs` do."""
+        self._rank, self._tail, self._timestamps = rank, tail, timestamps
         self._job_name = ""
         self._has_begun = False  # the first lines of this job were printed, if there were any
         self._last_number = 0  # of the last line that was read
@@ -38,7 +40,7 @@ class Output:
         if self._has_begun and lines and (missing := lines[-1].number - self._last_number - len(lines)) > 0:
             print(f"… {missing} lines {'' if self._rank is None else 'of all ranks '}are only in the log files …")
         for line in wanted if self._has_begun else wanted[max(0, len(wanted) - self._tail) :]:
-            _print(line)
+            self._print(line)
         self._has_begun = True
         self._last_number = lines[-1].number if lines else self._last_number
 
@@ -47,10 +49,15 @@ class Output:
         self.show(job)
         for _, line in job.unfinished_lines():
             if self._wants(line):
-                _print(line)
+                self._print(line)
 
     def _wants(self, line: Line) -> bool:
         return self._rank in (None, line.rank)
+
+    def _print(self, line: Line) -> None:
+        stamp = f"{_timestamp(line.time)} " if self._timestamps else ""
+        label = "" if line.rank is None else f"rank {line.rank} | "
+        print(f"{stamp}{label}{remove_controls(line.text)}", flush=True)
 
 
 def follow_job(cluster: Cluster, output: Output) -> None:
@@ -99,9 +106,9 @@ def follow_all(cluster: Cluster) -> None:
             _wait(changed)
 
 
-def _print(line: Line) -> None:
-    label = "" if line.rank is None else f"rank {line.rank} | "
-    print(f"{label}{remove_controls(line.text)}", flush=True)
+def _timestamp(seconds: float) -> str:
+    """The time in UTC as RFC 3339 writes it, with milliseconds."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @contextmanager

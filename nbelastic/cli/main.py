@@ -66,7 +66,7 @@ def _status(options: Namespace) -> None:
 
 def _logs(options: Namespace) -> None:
     cluster = _attached(options)
-    output, job = Output(options.rank, options.tail), cluster.job
+    output, job = Output(options.rank, options.tail, timestamps=options.timestamps), cluster.job
     if options.follow:
         follow_job(cluster, output)
     elif job is None:
@@ -212,6 +212,7 @@ def _parser() -> ArgumentParser:
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the job has ended")
     logs.add_argument("--rank", type=int, metavar="N", help="print the lines of this rank only")
     logs.add_argument("--tail", type=int, default=TAIL, metavar="N", help=f"begin with the last N lines ({TAIL})")
+    logs.add_argument("-t", "--timestamps", action="store_true", help="begin each line with its time, in UTC")
     debug = command("debug", _debug, "Open the debugger of a program that waits at a breakpoint().")
     debug.add_argument("--rank", type=int, metavar="N", help="of this rank (default: any)")
     _add_host_commands(command)

@@ -125,7 +125,7 @@ class Cluster(ClusterView):
             try:
                 self._link.wait_for_start(timeout)
             except HostError:
-                self.stop()
+                self.stop(by="itself, as no host could be started")
                 raise
         return self
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from nbelastic.client.connection import Connection
 from nbelastic.client.job_copy import JobCopy
-from nbelastic.client.notebook_line import NotebookLine
+from nbelastic.client.notebook_line import NotebookLine, show_in_one_line
 from nbelastic.client.progress import ProgressLine, changing_line, describe_progress, terminal
 from nbelastic.client.pushed_values import read_state
 from nbelastic.client.waiting import ANSWER_TIMEOUT, wait_for_result
@@ -68,7 +68,11 @@ class Job:
         WaitTimeoutError with the reason.
         """
         with ProgressLine(self._describe_progress, self._progress_line()) as progress:
-            packed = wait_for_result(self._copy.future, timeout, self._describe_wait, progress.show)
+            try:
+                packed = wait_for_result(self._copy.future, timeout, self._describe_wait, progress.show)
+            except KeyboardInterrupt as error:
+                show_in_one_line(error)
+                raise
         return self._unpack(packed)
 
     def _unpack(self, packed: list[pickling.Bytes | None]) -> list[Any]:

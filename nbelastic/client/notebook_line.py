@@ -1,9 +1,11 @@
-"""A line of a notebook's output that changes in place."""
+"""Output of a notebook: a line that changes in place, and an interrupt without its traceback."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+NO_LONGER_WAITING = "no longer waiting; the cluster and its job go on, and %elastic_dashboard shows them."
 
 
 def in_notebook() -> bool:
@@ -11,6 +13,11 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
+
+
+def show_in_one_line(error: KeyboardInterrupt, text: str = NO_LONGER_WAITING) -> None:
+    """Have IPython show the interrupt without a traceback. The first text that is set stays."""
+    vars(error).setdefault("_render_traceback_", lambda: [f"KeyboardInterrupt: {text}"])
 
 
 class NotebookLine:

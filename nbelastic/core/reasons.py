@@ -14,6 +14,7 @@ SENTENCES = MappingProxyType(
         "stopping": "stopping: {text}",
         "last-checkpoints": "programs may write a last checkpoint: {names}",
         "idle": "{done} workers ready; no job is running",
+        "job-failed": "{names} failed: {text}",
         "too-few": "{done} of min {of} workers ready",
         "ready": "{done} workers ready",
         "kept": "the training state is kept on {names}, for a worker there",

@@ -72,7 +72,10 @@ def _idle(cluster: ClusterState, now: float) -> ClusterState:
     low = cluster.limits.min
     if ready < low:
         return with_reason(cluster, Reason("too-few", ready, low, missing=arrivals.missing(cluster, now)))
-    return with_reason(cluster, Reason("idle", ready))
+    job = cluster.job
+    failed = job is not None and job.outcome == "failed"
+    then = Reason("job-failed", names=(job.name,), text=job.reason) if job is not None and failed else None
+    return with_reason(cluster, Reason("idle", ready, then=then))
 
 
 def _training(cluster: ClusterState, then: Reason | None = None, missing: tuple[Missing, ...] | None = None) -> Reason:

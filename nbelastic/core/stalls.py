@@ -84,7 +84,8 @@ def _query_members(cluster: ClusterState, event: ev.StallDetected, now: float, o
     if cluster.stall is None or not _at_work(cluster):
         return cluster
     out.append(cmd.QueryPosition(cluster.generation, cluster.members))
-    cluster = replace(cluster, stall=replace(cluster.stall, unanswered=cluster.member_set))
+    before = {w: _progress(position) for w, position in cluster.stall.positions.items()}
+    cluster = replace(cluster, stall=replace(cluster.stall, unanswered=cluster.member_set, before=before))
     return partitions.begin(cluster, now, out)
 
 
@@ -96,9 +97,17 @@ def _judge(cluster: ClusterState, stall: Stall, now: float, out: Commands) -> Cl
     if not positions:
         text = "; ".join((f"no commit for {age}", *_unresponsive(cluster, inside)))
         return replace(cluster, stall=replace(stall, text=text))
-    progress = {w: (position.begun, position.commit) for w, position in positions.items()}
+    progress = {w: _progress(position) for w, position in positions.items()}
     least, most = min(progress.values()), max(progress.values()) if len(inside) == len(cluster.members) else LEFT
-    stragglers = [w for w in positions if progress[w] == least != most]
+    has_commit = any(commit for _, commit in progress.values())
+    before = stall.before
+    if before and all(w in before and at > before[w] for w, at in progress.items()):  # no member waits for another
+        advice = "" if has_commit else ": does its loop call state.commit()?"
+        text = f"no commit for {age}, although the program goes on{advice}"
+        cluster = _set_reasons(cluster, dict.fromkeys(stall.stragglers, ""))
+        return replace(cluster, stall=replace(stall, text=text, stragglers={}))
+    is_clear = has_commit or bool(before)  # a program that has made no commit may just not make any
+    stragglers = [w for w in positions if is_clear and progress[w] == least != most]
     known = stall.stragglers
     behind = {w: known[w] if w in known and known[w][0] == progress[w] else (progress[w], now) for w in stragglers}
     if not stragglers:
@@ -112,6 +121,10 @@ def _judge(cluster: ClusterState, stall: Stall, now: float, out: Commands) -> Cl
     more = f" (and {len(stragglers) - 1} more)" if len(stragglers) > 1 else ""
     text = f"{rank_text(cluster, stragglers[0])} is {texts[stragglers[0]]}{more}"
     return _replace_stalled(replace(cluster, stall=replace(stall, text=text, stragglers=behind)), texts, now, out)
+
+
+def _progress(position: ev.PositionReported) -> tuple[int, int]:
+    return position.begun, position.commit
 
 
 def _record(

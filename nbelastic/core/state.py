@@ -124,6 +124,7 @@ class Stall(Struct, frozen=True):
     positions: PersistentDict[WorkerId, PositionReported] = NOTHING  # the newest of each member
     stragglers: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # (collectives, commit), and since when
     reported: frozenset[tuple[WorkerId, int]] = frozenset()  # stragglers in the event log, by commit
+    before: dict[WorkerId, tuple[int, int]] = {}  # (collectives, commit) of the answers before these `positions`
     text: str = ""  # for the status
 
 

@@ -93,6 +93,7 @@ class EventLog:
         """Add a record for users. `size`: of the world. `lost`: see `EventRecord`."""
         if command.kind == "job-started":
             self.lost_steps.begin_job()
+            self._leave_at, self._took_before_leave = 0.0, {}  # of the previous job's end
         place = command.host, command.worker, command.generation
         record = EventRecord(time.time(), command.kind, command.text, *place, took or {}, size, lost)
         self.records.append(record)

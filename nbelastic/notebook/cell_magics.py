@@ -7,10 +7,11 @@ from typing import Any
 
 from IPython.core.magic import magics_class
 
+from nbelastic.client.notebook_line import show_in_one_line
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cell_output import CellDisplay, cell_id, raise_errors, short_syntax_errors
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic, out, several, show_in_one_line
+from nbelastic.notebook.magic_arguments import argument, magic, out, several
 
 INTERRUPTED = "the cell is interrupted on the workers, which stay."
 _TIMEOUT = argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it")

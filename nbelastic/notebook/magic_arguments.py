@@ -7,6 +7,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
@@ -15,10 +16,11 @@ from IPython.core.error import UsageError
 from IPython.core.magic import cell_magic, line_cell_magic, line_magic
 from IPython.core.magic_arguments import MagicArgumentParser
 
+from nbelastic.client.notebook_line import show_in_one_line
+
 Kind = Literal["line", "cell", "line_cell"]
 Values = Mapping[str, Callable[[], Iterable[str]]]  # known values that Tab offers, by metavar
 
-NO_LONGER_WAITING = "no longer waiting; the cluster and its job go on, and %elastic_dashboard shows them."
 _DECORATORS: Mapping[Kind, Callable[[Any], Any]] = {
     "line": line_magic,
     "cell": cell_magic,
@@ -129,11 +131,6 @@ def split_pair(flag: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-def show_in_one_line(error: KeyboardInterrupt, text: str = NO_LONGER_WAITING) -> None:
-    """Have IPython show the interrupt without a traceback. The first text that is set stays."""
-    vars(error).setdefault("_render_traceback_", lambda: [f"KeyboardInterrupt: {text}"])
-
-
 def completion(parsers: Callable[[str, bool], argparse.ArgumentParser | None], known: Callable[[], Values]) -> Any:
     """Create a matcher for IPython's completer. `parsers(name, is_cell)` finds a magic's parser."""
 
@@ -180,5 +177,14 @@ def _parse(parser: MagicArgumentParser, name: str, line: str) -> Namespace:
     try:
         options: Namespace = parser.parse_args(words_of(line))
     except UsageError as error:
-        raise UsageError(f"{str(error).rstrip('.')}; %{name}? shows the options.") from None
+        text = str(error).rstrip(".")
+        raise UsageError(f"{text}{_similar_option(parser, text)}; %{name}? shows the options.") from None
     return options
+
+
+def _similar_option(parser: argparse.ArgumentParser, error: str) -> str:
+    """A question about the option that was meant, if the error is about an unknown one."""
+    unknown = re.match(r"unrecognized arguments: (--[\w-]+)", error)
+    options = [option for action in parser._actions for option in action.option_strings]
+    similar = get_close_matches(unknown[1], options, 1) if unknown else []
+    return f" (did you mean {similar[0]}?)" if similar else ""

@@ -10,6 +10,7 @@ from IPython.core.magic import magics_class
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cell_output import short_syntax_errors
 from nbelastic.notebook.cluster_magics import ClusterMagics
+from nbelastic.notebook.failed_jobs import show_failure_here
 from nbelastic.notebook.magic_arguments import argument, magic, out
 from nbelastic.notebook.script_arguments import SCRIPT_OPTIONS, script_options
 
@@ -46,7 +47,7 @@ class RunMagics(ClusterMagics):
     def elastic_run(self, options: Namespace, cell: str | None) -> Job:
         """Train: %%elastic_run runs its cell as the program of every worker, %elastic_run runs a torchrun script.
 
-        Returns a Job at once. With --swap the cell takes over the training of the job that runs, and returns that job.
+        Returns a Job at once. If it fails, its error appears below the cell. With --swap the cell takes over the training of the job that runs, and returns that job.
         """
         self._check_variable(options.job_variable)
         checkpoints = {name: value for name, value in vars(options).items() if name.startswith("checkpoint")}
@@ -67,6 +68,8 @@ class RunMagics(ClusterMagics):
         self._keep(options.job_variable, job)
         if options.wait or options.timeout is not None:
             job.result(timeout=options.timeout)
+        else:
+            show_failure_here(job)
         return job
 
     @magic(
@@ -92,5 +95,11 @@ class RunMagics(ClusterMagics):
             value = self._job().result(timeout=options.timeout)
         else:
             limit = {} if options.timeout is None else {"timeout": options.timeout}
-            value = self._cluster().wait(options.world, **limit)
+            cluster = self._cluster()
+            value = cluster.wait(options.world, **limit)
+            job = cluster.job
+            if job is not None and job.done() and job._values is None:  # this notebook has not asked for its result yet
+                print(
+                    f"{job.name} has ended ({job.status}): {options.world} workers are ready, and none of them trains."
+                )
         self._keep(options.out_variable, value)

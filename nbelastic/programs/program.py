@@ -26,7 +26,7 @@ from nbelastic.programs.debugger import Breakpoints
 from nbelastic.programs.elastic import frameworks
 from nbelastic.programs.shell import printed_displays
 from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
-from nbelastic.programs.undefined_names import borrowed_names, refuse_undefined_names
+from nbelastic.programs.undefined_names import borrowed_names, explain_undefined_name, refuse_undefined_names
 from nbelastic.programs.user_code import UserCode
 from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.state.checkpoints import Plan
@@ -249,6 +249,7 @@ def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes 
             _prepare_checkpoints(session, order.checkpoints)
             value = _until_replaced(session, partial(_start, order, call))
         except BaseException as error:  # noqa: BLE001  (it ends the program, not the worker)
+            explain_undefined_name(error, get_ipython().user_ns)
             text = "" if isinstance(error, JobStoppedError) else describe(error)
             print(text or f"stopped: {error}", file=sys.stderr)
             return Outcome(error=summary(error), traceback=text)

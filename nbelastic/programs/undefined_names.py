@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import traceback
 from collections.abc import Collection, Mapping
 from types import CodeType
+from typing import Any
 
 from nbelastic.system.code_steps import code_steps
 
@@ -17,6 +19,21 @@ def refuse_undefined_names(needed: Mapping[str, str], defined: Collection[str]) 
         raise NameError(
             f"neither the notebook nor the workers define what the function uses: {used}. Define it in the notebook, or with "
             "cluster.push or a setup cell on the workers"
+        )
+
+
+def explain_undefined_name(error: BaseException, names: Mapping[str, Any]) -> None:
+    """Add a note to a NameError that the user's cells raise: a name of the notebook is not one of this worker's `names`.
+
+    A function inside another one may read a name of that one, which is not the notebook's.
+    """
+    if type(error) is not NameError or not error.name or error.name in names:
+        return
+    raised = list(traceback.walk_tb(error.__traceback__))[-1:]
+    if any(frame.f_globals is names and error.name not in frame.f_code.co_freevars for frame, _ in raised):
+        error.add_note(
+            f"Workers have only the names that you give them: %elastic_push {error.name} sends a value of the notebook, and a "
+            "%%elastic_setup cell imports or defines a name on every worker."
         )
 
 

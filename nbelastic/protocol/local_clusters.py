@@ -162,7 +162,8 @@ def find_run_folder(name: str | None) -> Path:
     found = clusters()
     names = [info.name for info in found if info.kept] or [info.name for info in found]
     if len(names) != 1:
-        raise UsageError(f"say which cluster: {', '.join(names)}." if names else "you have no cluster on this machine.")
+        none = "you have no cluster on this machine: a cluster ends with its kernel, unless %elastic_start has --keep."
+        raise UsageError(f"say which cluster: {', '.join(names)}." if names else none)
     return runs_folder() / names[0]
 
 

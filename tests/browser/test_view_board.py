@@ -75,6 +75,18 @@ def test_many_hosts_can_be_searched_and_those_with_problems_come_first(view):
     expect(view.page.get_by_label("Find hosts")).to_be_hidden()
 
 
+@pytest.mark.parametrize("gpus", [[], [[50, 1.0, 2.0, 60]]])
+def test_the_reason_of_a_host_without_figures_has_their_room(view, gpus):
+    """ssh's message about a host that cannot be reached is not one word per line, and the columns stay aligned."""
+    lost = host([], slots=2, phase="lost", reason="ssh: Could not resolve hostname gpu9", cpu=None, memory=None)
+    view.open(state(hosts={"gpu1": host([worker(0), worker(1)], gpus=gpus), "gpu9": lost}))
+    reason, slots = (view.page.locator(f".nbe-hostrow {part}") for part in (".nbe-hoststate > small", ".nbe-chips"))
+    assert reason.nth(1).bounding_box()["height"] < 60
+    assert slots.nth(0).bounding_box()["x"] == slots.nth(1).bounding_box()["x"]
+    view.patch(hosts={"gpu9": {"phase": "up", "reason": "", "cpu": 3}})
+    expect(view.page.locator(".nbe-hostrow").nth(1)).to_contain_text("3\u00a0%")
+
+
 def test_gpus_have_a_column_only_if_a_host_has_one(view):
     """It shows the use and memory of all GPUs of a host."""
     view.open(state())

@@ -75,6 +75,20 @@ def test_a_closed_connection_is_shown_at_once(view):
         assert live or len(view.sent("ask")) == asked
 
 
+@pytest.mark.parametrize(
+    ("lease", "text"),
+    [
+        (None, "Its cluster ends with it, unless %elastic_start has --keep."),
+        (60, "The cluster goes on: %elastic_attach shows it."),
+    ],
+)
+def test_a_closed_connection_says_what_becomes_of_the_cluster(view, lease, text):
+    """After a restart of the kernel the view says whether the cluster has ended, or how to show it again."""
+    view.open(state(driver={**state()["driver"], "lease": lease}), ANSWERS)
+    view.page.evaluate("() => { model.comm_live = false; model.fire('comm_live_update') }")
+    expect(view.page.get_by_role("alert")).to_contain_text(text)
+
+
 def test_a_view_that_has_missed_its_key_frame_asks_for_one(view, clock):
     """A change of another key frame is not shown; after a second the view asks for a new key frame."""
     view.open(state(), {**ANSWERS, "frame": {}})

@@ -51,6 +51,28 @@ def test_the_overview_shows_what_failures_have_cost(view):
     expect(past).to_contain_text("trained 98.7\u00a0% of the time")
 
 
+def test_a_cluster_that_was_not_started_is_not_called_finished(view):
+    """The view appears before the driver's process: it shows `not started` once, and the phase with the first event."""
+    view.open(state(phase="finished", reason="not started", events=[], hosts={}, job=""))
+    sentence = view.page.locator(".nbe-state")
+    expect(sentence).to_have_text("not started ")
+    view.patch(phase="waiting", reason="0 of min 2 workers ready", events=[event(6)])
+    expect(sentence).to_have_text("waiting 0 of min 2 workers ready")
+    view.patch(phase="finished", reason="stopped by you", events=[event(6)])
+    expect(sentence).to_have_text("finished stopped by you")
+
+
+def test_nothing_separates_the_losses_from_an_empty_text(view):
+    """After the end there is no text about the last failure, and no separator in front of it."""
+    view.open(state(summary={"failures": 0, "lost": None, "trained": 98.7}, failed_at=None))
+    separator = "node => getComputedStyle(node, '::before').content"
+    since = view.page.locator(".nbe-since > span").last
+    assert "·" in since.evaluate(separator)
+    view.patch(phase="finished")
+    expect(since).to_be_empty()
+    assert "·" not in since.evaluate(separator)
+
+
 def test_the_overview_shows_the_newest_checkpoint(view, clock):
     """Its step, age and size, and when the next one is due. Jobs without checkpoints have no such figures."""
     newest = {"commit": 1200, "made_at": NOW - 180, "size": 35.2, "every": 100}

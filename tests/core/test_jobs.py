@@ -115,6 +115,17 @@ def test_a_job_stopped_before_any_worker_is_ready():
     assert story.reason == "2 workers ready; no job is running"
 
 
+def test_the_reason_names_the_job_that_has_failed():
+    """A program raises an error: as long as no other job runs, the reason says which job failed, and why."""
+    story = Story("a:2", min=2)
+    story.answer()
+    story.submit().ended("a/1#1", error="ImportError: no_such")
+    story.quiet(6.0)
+    assert story.reason == "2 workers ready; no job is running; job failed: a/1#1 raised ImportError: no_such"
+    story.submit("second")
+    assert "failed" not in story.reason
+
+
 def test_a_program_without_an_elastic_function():
     """A program that never asks for a world succeeds when it has ended on every worker."""
     story = Story("a:2", min=2).answer()

@@ -147,6 +147,34 @@ def test_catching_up_clears_the_workers_reason():
     assert "no commit for 6 s" in story.reason
 
 
+def go_on(story: Story, *steps: int) -> Story:
+    """Members have begun so many collectives more."""
+    for w, more in zip(story.cluster.members, steps, strict=True):
+        story.fakes[w].begun += more
+    return story
+
+
+def test_a_program_that_goes_on_is_not_behind():
+    """All members go on between two answers, and answer at different times: none is behind."""
+    story = go_on(training(), 1, 0, 2).stand_still(5.0)
+    go_on(story, 9, 9, 9).stand_still(6.0)
+    assert story.reason.endswith("; no commit for 6 s, although the program goes on")
+    assert all(worker.reason == "" for worker in story.cluster.workers.values())
+    story.stand_still(7.0)
+    assert "rank 1 (b/0#1) is 7 s behind" in story.reason
+
+
+def test_a_program_that_never_commits_is_asked_about_it():
+    """Without any commit no member is called behind as long as all go on, and the reason asks for state.commit()."""
+    story = go_on(Story("a:1", "b:1", min=1).run().answer(), 3, 4).stand_still(5.0)
+    assert "behind" not in story.reason
+    go_on(story, 5, 5).stand_still(6.0)
+    assert story.reason.endswith("no commit for 6 s, although the program goes on: does its loop call state.commit()?")
+    assert story.records("worker-behind") == []
+    story.stand_still(7.0)
+    assert "rank 0 (a/0#1) is 7 s behind at commit 0" in story.reason
+
+
 def test_a_break_clears_the_reasons():
     """A break clears the reasons of a stall."""
     story = behind(training(), "c/0#1").stand_still(5.0)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import datetime
 
 import pytest
 
@@ -48,7 +49,8 @@ def test_without_a_cluster_each_command_says_so(run_command, clusters_folder):
     """Each command without a cluster ends with one line that says so."""
     assert run_command("list") == ("No cluster is running.\n", "", 0)
     for line in ("status", "logs", "logs -f", "stop", "attach", "scale --min 1"):
-        assert run_command(line) == ("", "nbelastic: you have no cluster on this machine.\n", 1)
+        why = "a cluster ends with its kernel, unless %elastic_start has --keep"
+        assert run_command(line) == ("", f"nbelastic: you have no cluster on this machine: {why}.\n", 1)
     out, error, code = run_command("add train gpu1")
     assert (out, code) == ("", 1)
     assert "there is no cluster 'train' here" in error
@@ -114,6 +116,20 @@ def test_logs_are_in_order_of_arrival(start_hostless, run_command):
     assert run_command("logs")[0] == "rank 1 | one\nrank 0 | two\nrank 1 | six\nrank 0 | bar\n"
     assert run_command("logs --rank 1")[0] == "rank 1 | one\nrank 1 | six\n"
     assert run_command("logs --tail 1")[0] == "rank 1 | six\nrank 0 | bar\n", "an unfinished line comes last"
+
+
+def test_logs_begin_with_times_if_asked(start_hostless, run_command):
+    """With `--timestamps` each line begins with its time in UTC, as `docker logs` and `kubectl logs` print it."""
+    cluster = start_hostless()
+    job = cluster.run(os.getpid)
+    for text in ("one\n", "bar"):
+        print_as_worker(cluster, job, 0, text)
+    lines = run_command("logs --timestamps")[0].splitlines()
+    assert [line.partition("Z ")[2] for line in lines] == ["rank 0 | one", "rank 0 | bar"]
+    received = [line.time for _, line in (*job.lines_since(0), *job.unfinished_lines())]
+    times = [datetime.fromisoformat(line.split()[0]).timestamp() for line in lines]
+    assert times == pytest.approx(received, rel=0, abs=0.001)
+    assert run_command("logs -t")[0].splitlines() == lines
 
 
 def test_follow_prints_each_line_once_until_the_job_ends(start_hostless, capsys):

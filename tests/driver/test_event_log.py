@@ -7,6 +7,8 @@ import errno
 from nbelastic.core import commands as cmd
 from nbelastic.driver import event_log
 from nbelastic.driver.event_log import EventLog
+from nbelastic.protocol import worker_messages
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.private_files import append_private
 
 
@@ -86,3 +88,16 @@ def _with_a_link(path):
     path.unlink(missing_ok=True)
     path.symlink_to(path.with_name("mine"))
     return path
+
+
+def test_the_first_step_of_a_job_is_not_counted_from_the_end_of_the_job_before(tmp_path):
+    """A job has failed. Minutes later another one begins: its first commit reports no time of a change of the world."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.note_leave(100.0, broken=True)
+    log.record(cmd.Record("job-started", "job-2 was submitted"), 400.0, 0)
+    worker = WorkerId("a", 0, 1)
+    log.note_formation(cmd.FormWorld(2, (worker,), "", 0, ()), 401.0, 0)
+    log.note_first_step(worker_messages.WorkerProgress(worker, 2, 1, {}, first=5.0), 402.0, 1)
+    log.close()
+    took = log.kept()[0][-1].took
+    assert took == {"first step": 5.0}

@@ -57,3 +57,19 @@ def test_a_failed_job_is_shown_with_its_traceback():
         "<div><strong>job-1</strong>: failed</div><div><strong>JobError</strong>: job-1 failed: &lt;b&gt;</div>"
         "<pre>File &lt;cell&gt;\n  1/0</pre>"
     )
+
+
+def test_an_interrupted_wait_shows_one_line(monkeypatch):
+    """The user ends the wait, not the job: IPython shows what goes on, without the traceback of nbelastic's own wait."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    job = job_of()
+    monkeypatch.setattr("nbelastic.client.job.wait_for_result", interrupt)
+    with pytest.raises(KeyboardInterrupt) as error:
+        job.result()
+    assert error.value._render_traceback_() == [
+        "KeyboardInterrupt: no longer waiting; the cluster and its job go on, and %elastic_dashboard shows them."
+    ]
+    assert not job.done()

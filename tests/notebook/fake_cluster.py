@@ -42,12 +42,18 @@ class FakeJob:
         self.waited: list[float | None] = []
         self.lines: list[tuple[str, Line]] = []
         self.unfinished: list[tuple[str, Line]] = []
+        self.status = "running"
+        self._values: list[object] | None = None
+
+    def done(self) -> bool:
+        return self.status != "running"
 
     def result(self, timeout: float | None = None) -> list[object]:
         self.waited.append(timeout)
         if self.error:
             raise self.error
-        return [None, None]
+        self._values = [None, None]
+        return self._values
 
     def state_dict(self, name: str | None = None, timeout: float | None = None) -> object:
         self.waited.append(timeout)

@@ -111,6 +111,17 @@ def test_waiting_without_a_size_waits_for_the_job(ip, magics, cluster, capsys):
     assert job.waited == [9.0]
 
 
+def test_a_wait_for_a_world_reports_that_the_job_has_ended_before(ip, magics, cluster, capsys):
+    """Workers that are ready and do not train are not taken for a larger training, unless the result was asked for."""
+    job = cluster.run_cell("pass")
+    assert output_of(ip, capsys, "%elastic_wait --world 4") == ""
+    job.status = "succeeded"
+    text = "job-1 has ended (succeeded): 4 workers are ready, and none of them trains."
+    assert output_of(ip, capsys, "%elastic_wait --world 4") == text
+    job.result()
+    assert output_of(ip, capsys, "%elastic_wait --world 4") == ""
+
+
 def test_a_cell_on_each_worker_prints_each_workers_lines(ip, magics, cluster, capsys):
     """%%elastic prints lines under the workers' names; equal output once, under all its workers."""
     cluster.outputs = [("localhost/0#1", "a\nb\n", "", None), ("localhost/1#1", "", "careful\n", None)]

@@ -18,7 +18,11 @@ from nbelastic.notebook.magic_arguments import _parse, without_comment
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("%elastic_start --mni 2", "unrecognized arguments: --mni 2; %elastic_start? shows the options."),
+        (
+            "%elastic_start --mni 2",
+            "unrecognized arguments: --mni 2 (did you mean --min?); %elastic_start? shows the options.",
+        ),
+        ("%elastic_start --workers 2", "unrecognized arguments: --workers 2; %elastic_start? shows the options."),
         ("%elastic_start --min", "argument --min: expected one argument; %elastic_start? shows the options."),
         ("%elastic_start --min two", "argument --min: invalid int value: 'two'; %elastic_start? shows the options."),
         ("%elastic_start --backend mpi", "argument --backend: invalid choice: 'mpi'"),

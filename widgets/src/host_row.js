@@ -92,6 +92,7 @@ export class HostRow {
     let left = host.backoff_until > now ? `again in ${duration(host.backoff_until - now)}` : "";
     if (host.ends_at) left = `ends in ${duration(Math.max(0, host.ends_at - now))}`;
     setText(this.reason, [host.reason === host.phase ? "" : host.reason, left].filter(Boolean).join(" · "));
+    setAttribute(this.row, "data-explained", (host.cpu ?? null) === null && this.reason.textContent ? "" : null);
     this.cpu.draw(percent(host.cpu), host.cpu);
     const full = host.memory && host.memory_total ? (host.memory * 100) / host.memory_total : null;
     this.memory.draw(megabytes(host.memory, host.memory_total), full);

@@ -96,9 +96,10 @@ export class Overview {
     const training = Boolean(state.job) && !state.outcome;
     const ready = counts.ready ?? 0;
     const idle = state.phase === "waiting" && !training && ready >= state.min;
-    setText(this.phase, idle ? "ready" : state.phase);
+    const isNew = state.phase === "finished" && !state.events.length; // the driver's process starts
+    setText(this.phase, idle ? "ready" : isNew ? "not started" : state.phase);
     setAttribute(this.phase, "data-tone", idle ? "good" : tone(state.phase));
-    setText(this.reason, state.reason);
+    setText(this.reason, isNew ? "" : state.reason);
     setText(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
     setText(this.losses, losses(state.summary, unit(state)));
     this.about.draw(state, now);

@@ -34,7 +34,9 @@ export class ReportTable {
     const values = this.names.map((name) => state.report[name]);
     if (!last || state.step <= (last[STEP] ?? 0) || !values.some(isNumber)) return this.rows;
     const numbers = values.map((value) => (isNumber(value) ? value : null));
-    return [...this.rows, [state.step, state.time, state.generation, state.world_size, ...numbers]];
+    const end = state.outcome ? state.events.findLast(({ kind }) => kind === `job-${state.outcome}`)?.time : state.time;
+    if (end === undefined) return this.rows;
+    return [...this.rows, [state.step, end, state.generation, state.world_size, ...numbers]];
   }
 }
 

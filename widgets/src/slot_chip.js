@@ -79,7 +79,7 @@ export class SlotChip {
   moreText(/** @type {Slot} */ slot, /** @type {string} */ state, /** @type {BoardContext} */ context) {
     const { behind, restarts, cpu, memory, gpu } = slot.worker ?? NO_WORKER;
     if (!context.roomy) return joined([behind && `−${behind}`, restarts && `↻${restarts}`], " ");
-    const step = state === "running" ? `${unit(context.state)} ${number(context.state.step - behind)}` : "";
+    const step = state === "running" ? `${unit(context.state)} ${number(Math.max(0, context.state.step - behind))}` : "";
     const left = state === "backoff" && `${duration(slot.backoffUntil - context.now)} left`;
     const ofGpu = gpu && gpu.figures[0] !== null && `GPU ${percent(gpu.figures[0])}`;
     return joined([step, percent(cpu), megabytes(memory), ofGpu, left], " · ");

@@ -68,7 +68,7 @@ export class SlotDetail {
     const items = [["State", stateText]];
     if (worker) {
       items.push(["Rank", worker.rank === null ? "none" : String(worker.rank)], ["Process", String(worker.pid)]);
-      if (state === "running") items.push([capital(unit(frame)), number(frame.step - worker.behind)]);
+      if (state === "running") items.push([capital(unit(frame)), number(Math.max(0, frame.step - worker.behind))]);
       if (worker.behind) items.push(["Behind the others", plural(worker.behind, "commit")]);
       items.push(["Restarts", String(worker.restarts)], ["CPU", percent(worker.cpu) || "–"]);
       items.push(["Memory", megabytes(worker.memory) || "–"]);

@@ -242,13 +242,21 @@ export class View {
     if (connected === false) {
       this.connection.isClosed = true;
       if (this.state().phase !== "finished")
-        this.warn(`The connection to the ${this.connection.peer} is closed: it was restarted or has ended.`);
+        this.warn(`The connection to the ${this.connection.peer} is closed: it was restarted or has ended.${this.afterKernel()}`);
       this.drawSoon();
     } else {
       this.connection.isClosed = false;
       this.askedAt = Date.now();
       this.connection.ask({ ask: "hello" }, () => {}, HELLO_TIMEOUT);
     }
+  }
+
+  /** What becomes of the cluster when its kernel ends. A server of `nbelastic dashboard` is no kernel. */
+  afterKernel() {
+    const { driver } = this.state();
+    if (!driver || this.connection.peer !== "kernel") return "";
+    if (typeof driver.lease === "number") return " The cluster goes on: %elastic_attach shows it.";
+    return " Its cluster ends with it, unless %elastic_start has --keep.";
   }
 
   openLog(/** @type {string} */ worker) {

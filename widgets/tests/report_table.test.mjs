@@ -26,6 +26,15 @@ test("the newest report is shown before the kernel sends its row", () => {
   assert.equal(table.shownRows({ ...state, report: { loss: "nan" } }).length, 1);
 });
 
+test("the last report of a job that has ended is as old as its end", () => {
+  const table = new ReportTable();
+  table.apply({ version: "a", start: 0, names: ["loss"], rows: [row(8, 1, 4, 1)] });
+  const events = [{ kind: "job-failed", time: 1003 }, { kind: "world-broken", time: 1004 }];
+  const state = { step: 9, time: 2009, generation: 2, world_size: 0, report: { loss: 0.5 }, outcome: "failed", events };
+  assert.deepEqual(table.shownRows(state)[1], [9, 1003, 2, 0, 0.5]);
+  assert.equal(table.shownRows({ ...state, events: [] }).length, 1);
+});
+
 test("a new generation is a change of the world", () => {
   const rows = [row(1), row(2), row(3, 2, 3), row(4, 3, 4), row(5, 3, 4)];
   const found = worldChanges(rows).map(({ step, before, size }) => [step, before, size]);
