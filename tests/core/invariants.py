@@ -17,6 +17,7 @@ from nbelastic.core.setup_cells import lacking
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
 from nbelastic.core.step import deadline, step
 from nbelastic.core.stores import STORE_PATIENCE
+from nbelastic.driver.decisions import IN_BATCHES
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
@@ -30,6 +31,8 @@ def check_more(
     before: ClusterState, event: ev.Event, now: float, cluster: ClusterState, commands: tuple[cmd.Command, ...]
 ) -> None:
     """If the driver decides on several events at once, the last one leads to the same state and commands as one by one."""
+    if not isinstance(event, IN_BATCHES):
+        return
     left_out, first = step(before, event, now, more=True)
     if left_out == cluster and first == commands:
         return
