@@ -10,6 +10,7 @@ from nbelastic.core.cluster_snapshot import SavedCluster, snapshot_of
 from nbelastic.driver.takeover import CHECK_INTERVAL, TakeoverReports
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol.ids import WorkerId
 from tests.core.invariants import check
 
 if TYPE_CHECKING:
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
 
 
 class Drivers:
-    """`term`: the number of the newest driver. `decides`: it lives and has a cluster state. `reports`: it is taking over."""
+    """`term`: the number of the newest driver. `decides`: it lives and has a cluster state. `reports`: it is taking over.
+
+    `told_to_end`: workers that the driver before it had decided to end.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.term = 1
         self.decides = True
         self.reports: TakeoverReports | None = None
+        self.told_to_end: frozenset[WorkerId] = frozenset()
         self._saved: SavedCluster | None = None
         self._inbox: list[ev.Event] = []  # of a driver that is taking over
         self._orders: list[ev.Event] = []  # of users, who wait for a driver
@@ -106,7 +111,7 @@ class Drivers:
             self._saved, reports.agents, reports.workers, now, coming=tuple(reports.coming)
         )
         check(cluster, cluster, (), now)  # its commands are those of several steps
-        self.reports, self.decides = None, True
+        self.reports, self.decides, self.told_to_end = None, True, frozenset(self._saved.stopped)
         world.go_on_with(cluster, commands, set(reports.agents))
         events = [ev.WorkerRegistered(w) for w, report in reports.workers.items() if report.is_ready]
         waiting = [

@@ -222,8 +222,11 @@ class World:
         """The job has failed: no worker could help, or the user has removed those that could. The user runs another one."""
         users_order = "was removed at once" in command.reason or "only hosts that end hold" in command.reason
         for worker in () if users_order else self.workers():
-            helps = worker.job == command.job and worker.protocol.facts.holds_state and not worker.is_stopped
-            reachable = worker.id in self.cluster.workers and self.network.joined(worker.id.host, DRIVER)
+            facts = worker.protocol.facts
+            holds = facts.holds_state and facts.state_since >= self.cluster.last_formed  # not that of an older world
+            helps = worker.job == command.job and holds and not worker.is_stopped
+            wanted = worker.id in self.cluster.workers and worker.id not in self.drivers.told_to_end
+            reachable = wanted and self.network.joined(worker.id.host, DRIVER)
             assert not (helps and reachable), f"{command.reason}: yet {worker.id} holds the state"
         self._run_another_job()
 
