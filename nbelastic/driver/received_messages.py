@@ -108,7 +108,11 @@ class ReceivedMessages:
             case agent_messages.NodeExited():
                 self._scripts.on_node_exited(message)
             case (
-                agent_messages.AgentHello() | EnvironmentReported() | worker_messages.WorkerReport() | ev.WorkerFrozen()
+                agent_messages.AgentHello()
+                | EnvironmentReported()
+                | worker_messages.WorkerReport()
+                | worker_messages.WorkerHello()
+                | ev.WorkerFrozen()
             ) if self.takeover is not None:
                 self.takeover.add(message)
             case worker_messages.WorkerReport():

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from nbelastic.core import commands as cmd
 from nbelastic.core.replay import TakenOver
 from nbelastic.core.state import ClusterState, HostPhase
@@ -36,7 +38,7 @@ class TakeoverReports:
     def __init__(self, saved: DriverSnapshot, silence: float) -> None:
         tunnelled = [agent for agent in saved.agents.values() if agent.is_tunnelled]
         are_open = all(is_alive(agent.process) and not agent.disconnected for agent in tunnelled)
-        self._timeout = max(silence, MIN_TIMEOUT if are_open else REOPEN_TIMEOUT)
+        self.timeout = max(silence, MIN_TIMEOUT if are_open else REOPEN_TIMEOUT)  # seconds for all reports
         self._complete = asyncio.Event()
         hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}
         self.coming = hosts_with_queued_jobs(saved)  # hosts whose agents will report when they can
@@ -49,7 +51,11 @@ class TakeoverReports:
 
     def add(
         self,
-        message: agent_messages.AgentHello | EnvironmentReported | worker_messages.WorkerReport | ev.WorkerFrozen,
+        message: agent_messages.AgentHello
+        | EnvironmentReported
+        | worker_messages.WorkerReport
+        | worker_messages.WorkerHello
+        | ev.WorkerFrozen,
     ) -> None:
         """Take a report. The cost of a worker's report does not grow with the number of workers."""
         match message:
@@ -57,7 +63,7 @@ class TakeoverReports:
                 self.agents[host] = message
                 self._missing_workers[host] = {w for w, _ in workers if w not in self.workers}
                 reported = sum(len(agent.workers) for agent in self.agents.values())
-                self._timeout = max(self._timeout, MIN_TIMEOUT + TIMEOUT_PER_WORKER * reported)
+                self.timeout = max(self.timeout, MIN_TIMEOUT + TIMEOUT_PER_WORKER * reported)
             case EnvironmentReported(host=host):  # it has no workers
                 self.coming.add(host)
                 self._missing_workers[host] = set()
@@ -66,6 +72,10 @@ class TakeoverReports:
                 host = w.host
                 self.workers[w] = message
                 self._missing_workers.get(host, set()).discard(w)
+            case worker_messages.WorkerHello(worker=w):  # it has become ready since its report
+                host = w.host
+                if w in self.workers:
+                    self.workers[w] = replace(self.workers[w], is_ready=True)
             case ev.WorkerFrozen(worker=w):  # a frozen worker cannot report
                 host = w.host
                 self.later.append(message)
@@ -85,15 +95,17 @@ class TakeoverReports:
         if not (self._missing_agents or self._missing_workers or self._inside):
             self._complete.set()
 
+    def is_complete(self, has_agent: Callable[[str], bool]) -> bool:
+        """Whether all have reported. Agents and nodes that have ended are not waited for."""
+        self._missing_agents = set(filter(has_agent, self._missing_agents))
+        self._inside = {host: process for host, process in self._inside.items() if not process or is_alive(process)}
+        self._check_complete()
+        return self._complete.is_set()
+
     async def wait(self, has_agent: Callable[[str], bool]) -> None:
-        """Wait for all reports, or until the time is up. Agents and nodes that have ended are not waited for."""
+        """Wait for all reports, or until the time is up."""
         begun = time.monotonic()
-        while True:
-            self._missing_agents = set(filter(has_agent, self._missing_agents))
-            self._inside = {host: process for host, process in self._inside.items() if not process or is_alive(process)}
-            self._check_complete()
-            if self._complete.is_set() or time.monotonic() >= begun + self._timeout:
-                return
+        while not self.is_complete(has_agent) and time.monotonic() < begun + self.timeout:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), CHECK_INTERVAL)
 

@@ -59,6 +59,15 @@ def test_the_driver_waits_for_all_agents_and_workers():
     assert complete(reports)
 
 
+def test_a_worker_that_becomes_ready_meanwhile_is_ready():
+    """Between its report and the end of the takeover a worker says that it can run programs: it need not say it again."""
+    reports = reports_of_two_hosts()
+    reports.add(worker_messages.WorkerReport(WORKERS[0], 1))
+    assert not reports.workers[WORKERS[0]].is_ready
+    reports.add(worker_messages.WorkerHello(WORKERS[0], 1))
+    assert reports.workers[WORKERS[0]].is_ready
+
+
 def test_the_driver_does_not_wait_for_an_agent_that_has_ended():
     """A new driver does not wait for an agent whose end it has noticed."""
     reports = reports_of_two_hosts()

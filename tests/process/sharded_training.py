@@ -109,8 +109,8 @@ def rates_in(lines: list[dict[str, Any]]) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
-def difference(result: dict[str, Any], rates: list[float] | None = None) -> float:
-    """The largest difference of the weights to those after as many steps of one process, relative to the largest weight.
+def difference(results: list[dict[str, Any]], rates: list[float] | None = None) -> float:
+    """The largest difference of any weights to those after as many steps of one process, relative to the largest weight.
 
     `rates`: the learning rate of each step, as far as it is not always the same. Layers that were added are left out.
     """
@@ -119,10 +119,12 @@ def difference(result: dict[str, Any], rates: list[float] | None = None) -> floa
     torch.manual_seed(3)
     model, data = network(), samples()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON)
-    for indices, lr in zip(itertools.islice(_batches(), result["step"]), rates or itertools.repeat(RATE), strict=False):
+    (steps,) = {result["step"] for result in results}
+    for indices, lr in zip(itertools.islice(_batches(), steps), rates or itertools.repeat(RATE), strict=False):
         optimizer.param_groups[0]["lr"] = lr
         step(model, optimizer, data[indices])
-    pairs = zip(result["weights"], (p.detach() for p in model.parameters()), strict=False)
+    wanted = [p.detach() for p in model.parameters()]
+    pairs = (pair for result in results for pair in zip(result["weights"], wanted, strict=False))
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 

@@ -50,4 +50,4 @@ def test_random_faults_change_no_weight(tmp_path, backend, every):
         (training.folder / "finish").touch()
         results = training.job.result(timeout=60)
     assert len({result["step"] for result in results}) == 1
-    assert sharded_training.difference(results[0]) < 1e-9
+    assert sharded_training.difference(results[:1]) < 1e-9

@@ -17,6 +17,7 @@ SLOTS = 2
 KINDS = (  # and how often each is drawn
     *(("kill", 6), ("stop", 2), ("kill_agent", 2), ("power_off", 2)),
     *(("cut_driver", 2), ("cut_to_driver", 1), ("cut_from_driver", 1), ("cut_hosts", 2), ("slow", 2)),
+    ("kill_driver", 2),
     *(("remove", 2), ("add", 2), ("scale", 2), ("announce", 2), ("restart", 1), ("pause", 1)),
 )
 WEIGHTS = dict(KINDS)
@@ -103,6 +104,8 @@ def _cause(world: World, fault: Fault) -> None:
             if agent is not None:
                 agent.die()
             clock.after(fault.seconds, world.down.discard, host)
+        case "kill_driver":
+            world.drivers.kill(fault.seconds, fault.one % 4 if fault.other % 2 else None)
         case "cut_driver" | "cut_to_driver" | "cut_from_driver":
             for path in _paths(fault.kind, host):
                 network.sever(*path)
@@ -169,8 +172,9 @@ def _give_orders(world: World, host: str) -> None:
 
 
 def _mend(world: World, *, grows: bool) -> None:
-    """End all faults: every machine runs and is reached, and every host is wanted. `grows`: so are all workers."""
+    """End all faults: there is a driver, every machine runs and is reached, and every host is wanted. `grows`: so are all workers."""
     world.down.clear()
+    world.drivers.begin_soon()
     for path in list(world.network.cut):
         _mend_path(world, path)
     world.network.slow.clear()

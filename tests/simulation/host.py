@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.agent import protocol
-from nbelastic.protocol import agent_messages
+from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import Interface, WorkerId
 from tests.simulation.network import DRIVER, Channel
@@ -31,19 +31,50 @@ class Agent:
         self.to_here = Channel(world.network, DRIVER, host)
         self._channels: dict[WorkerId, tuple[Channel, Channel]] = {}
         self.is_alive = True
+        self.term = world.drivers.term  # of the newest driver
+        self._home = ""  # the address of its workers' stores
         self.heard_at: float | None = None  # when the driver received its last message
         self._checks = False
 
+    @property
+    def _interfaces(self) -> tuple[Interface, ...]:
+        return (Interface("eth0", self.world.address_of(self.host)),)
+
     def start(self) -> None:
-        interface = Interface("eth0", self.world.address_of(self.host))
-        self._send(ev.AgentReady(self.host, self.number, (interface,), PORT))
+        self._send(ev.AgentReady(self.host, self.number, self._interfaces, PORT))
 
     def _send(self, message: Any) -> None:
-        self._to_driver.send(self.world.from_agent, self, message)
+        self._to_driver.send(self.world.from_agent, self, self.term, message)
+
+    def _send_hello(self) -> None:
+        """Begin a new session: what the last driver has not received is dropped."""
+        self._to_driver.close()
+        self._to_driver = Channel(self.world.network, self.host, DRIVER)
+        known = self.protocol
+        self._send(
+            agent_messages.AgentHello(
+                self.host, self.number, {}, self._interfaces, PORT, self._home, known.workers, dict(known.newest)
+            )
+        )
+
+    def introduce(self, driver: messages.NewDriver) -> None:
+        """A new driver reaches the agent and its workers."""
+        self.to_here.send(self.receive, driver)
+        for w in self.workers:
+            self.send_to_worker(w, driver)
+
+    def lose_orders(self) -> None:
+        """The driver has died."""
+        for channel in (self.to_here, *(down for _, down in self._channels.values())):
+            channel.lose_some()
 
     def receive(self, message: Any) -> None:
         if not self.is_alive:
             return
+        if isinstance(message, messages.NewDriver):
+            self.term = max(self.term, message.term)
+        if isinstance(message, messages.Rehome):
+            self._home = message.address
         if isinstance(message, agent_messages.Probe):
             network, target = self.world.network, self.world.host_at(message.addresses)
             reached = message.addresses if network.joined(self.host, target) else ()
@@ -56,6 +87,8 @@ class Agent:
             match action:
                 case protocol.Send(message=message):
                     self._send(message)
+                case protocol.SendHello():
+                    self._send_hello()
                 case protocol.Fork(order=order):
                     self._fork(order.worker)
                 case protocol.Signal(worker=w, kill=kill):
@@ -68,10 +101,19 @@ class Agent:
 
     def _fork(self, w: WorkerId) -> None:
         up, down = Channel(self.world.network, self.host, DRIVER), Channel(self.world.network, DRIVER, self.host)
-        worker = Worker(self.world, w, lambda message: up.send(self.world.from_worker, w, message))
+        worker = Worker(self.world, w, self._send_for, self._renew)
         self.workers[w], self._channels[w] = worker, (up, down)
         self._carry_out(self.protocol.forked(w, 1000))
         self.world.clock.after(self.world.rng.uniform(*BOOT), worker.start)
+
+    def _send_for(self, worker: Worker, message: Any) -> None:
+        self._channels[worker.id][0].send(self.world.from_worker, worker.id, worker.term, message)
+
+    def _renew(self, w: WorkerId) -> None:
+        """The worker begins a new session."""
+        up, down = self._channels[w]
+        up.close()
+        self._channels[w] = Channel(self.world.network, self.host, DRIVER), down
 
     def send_to_worker(self, w: WorkerId, message: Any) -> None:
         """The driver's link to a worker."""

@@ -50,6 +50,13 @@ class Channel:
             call, arguments = self._waiting.popleft()
             call(*arguments)
 
+    def lose_some(self) -> None:
+        """The sender has died: what it has sent is lost from some message on; all of it behind a cut, as it repeats nothing."""
+        cut = self.path in self._network.cut
+        kept = 0 if cut else self._network.rng.randrange(len(self._waiting) + 1)
+        while len(self._waiting) > kept:
+            self._waiting.pop()
+
     def close(self) -> None:
         self._is_open = False
         self._waiting.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.protocol import events as ev
@@ -48,11 +49,16 @@ Main = Generator[tuple[Any, ...], Any, Any]  # yields ("receive", seconds), ("sl
 
 
 class Worker:
-    """`send(message)` sends to the driver."""
+    """`send(worker, message)` sends to the driver. `renew(id)` drops what has not arrived there."""
 
-    def __init__(self, world: World, w: WorkerId, send: Callable[[Any], None]) -> None:
+    def __init__(
+        self, world: World, w: WorkerId, send: Callable[[Worker, Any], None], renew: Callable[[WorkerId], None]
+    ) -> None:
         self.id, self._world, self._clock, self._rng = w, world, world.clock, world.rng
-        self._send = send
+        self._send, self._renew = partial(send, self), renew
+        self.term = 0  # of the newest driver
+        self._offer = ""  # its store for the next generation
+        self._result: ev.ProgramEnded | None = None
         self.protocol = protocol.Protocol(w, LEASE)
         self._inbox: deque[Any] = deque()
         self._attention = False
@@ -74,8 +80,15 @@ class Worker:
     # ---- the process ----
 
     def start(self) -> None:
-        """It is ready for a program."""
-        self._guarded(self._send, ev.WorkerRegistered(self.id))
+        """It is ready for a program. It introduces itself to the driver first, if there is one."""
+        self._guarded(self._start)
+
+    def _start(self) -> None:
+        drivers = self._world.drivers
+        if not drivers.is_dead and self.term < drivers.term:
+            self._receive(messages.NewDriver(drivers.term))
+        self.protocol.facts.is_ready = True
+        self._send(worker_messages.WorkerHello(self.id, 1000))
 
     def die(self) -> None:
         self.is_alive = False
@@ -106,6 +119,8 @@ class Worker:
         self._guarded(self._receive, message)
 
     def _receive(self, message: messages.Message) -> None:
+        if isinstance(message, messages.NewDriver):
+            self.term = max(self.term, message.term)
         for action in self.protocol.receive(message):
             match action:
                 case protocol.Post(news=news):
@@ -113,6 +128,11 @@ class Worker:
                     self._attention = True
                 case protocol.Send(message=answer):
                     self._send(answer)
+                case protocol.Introduce():
+                    self._renew(self.id)
+                    self._send(self.protocol.report(1000, self._offer))
+                    if self._result is not None:
+                        self._send(self._result)
                 case protocol.PrepareGroup(formation=formation):
                     self._prepare(formation)
                 case protocol.Perform(message=order):
@@ -126,6 +146,7 @@ class Worker:
         match message:
             case worker_messages.Program(job=job):
                 self.protocol.facts.begin(job)
+                self._result = None
                 self._main = self._program(job)
                 self._resume(None)
             case worker_messages.QueryPosition(generation=generation):
@@ -213,7 +234,8 @@ class Worker:
             machine.leave()
             self._leave_group()
         machine.facts.busy = False
-        self._send(ev.ProgramEnded(self.id, job, error))
+        self._result = ev.ProgramEnded(self.id, job, error)
+        self._send(self._result)
 
     def _generation(self) -> Main:
         """Returns whether the function has returned."""
@@ -236,13 +258,12 @@ class Worker:
     def _gather(self) -> Main:
         machine = self.protocol
         machine.leave()
-        self._offers += 1
-        offer = self._world.store_of(self.id, self._offers)
+        self._make_offer()
         news, sent = None, None
         while True:
             if machine.quit is not None:
                 raise JobStoppedError
-            ready = machine.ready(len(self.commits), clean=True, store=offer)
+            ready = machine.ready(len(self.commits), clean=True, store=self._offer)
             if ready != sent or not isinstance(news, worker_messages.Abort):
                 self._send(ready)
                 sent = ready
@@ -253,8 +274,11 @@ class Worker:
             if formation is not None:
                 return formation
             if isinstance(news, messages.Rehome):
-                self._offers += 1
-                offer = self._world.store_of(self.id, self._offers)
+                self._make_offer()
+
+    def _make_offer(self) -> None:
+        self._offers += 1
+        self._offer = self._world.store_of(self.id, self._offers)
 
     def _next(self, seconds: float) -> Main:
         news = yield ("receive", seconds)
@@ -270,7 +294,7 @@ class Worker:
             formation.rank,
         )
         machine.generation = formation.generation
-        self._collectives = 0
+        self._collectives, self._offer = 0, ""
         if machine.is_over(formation.generation):
             raise WorldAbortedError
         yield ("group", self._group.connect, self, formation.rank)
@@ -302,8 +326,8 @@ class Worker:
         machine.total = len(self.commits)
         self._world.progress(self.id, machine.generation, machine.total)
         if machine.commits == OFFER_AT:
-            self._offers += 1
-            self._send(ev.StoreOffered(self.id, machine.generation, self._world.store_of(self.id, self._offers)))
+            self._make_offer()
+            self._send(ev.StoreOffered(self.id, machine.generation, self._offer))
         if self._attention:
             yield from self._read_messages()
 

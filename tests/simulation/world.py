@@ -1,7 +1,7 @@
 """A whole cluster in virtual time: the real core and the real commands to messages, agents and workers; faults and users.
 
 It checks the core's invariants after each decision. No commit may be made twice or lost, and at the end a world must train.
-It leaves out the link's repeats (`transport.delivery`), torch, and a driver that is replaced.
+It leaves out the link's repeats (`transport.delivery`) and torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.worker.formation import Formation
 from tests.core.invariants import check
 from tests.simulation.clock import Clock
+from tests.simulation.drivers import Drivers
 from tests.simulation.groups import Groups
 from tests.simulation.host import Agent
 from tests.simulation.network import DRIVER, Network
@@ -66,6 +67,7 @@ class World:
         self._deadline: Any = None
         self._stalls = StallDetector()
         self._cut_off_at: float | None = None
+        self.drivers = Drivers(self)
         self.trained: dict[tuple[str, int], int] = {}  # by job and commit: in which generation it was made last
         self.jobs = 1
         self._executor = CommandExecutor(
@@ -88,12 +90,20 @@ class World:
 
     def post(self, event: ev.Event) -> None:
         """The driver decides on an event."""
+        if not self.drivers.decides:
+            self.drivers.order(event)
+            return
         before, now = self.cluster, self.clock.now
         self.events.append((now, event))
         self.cluster, commands = step(before, event, now)
         check(before, self.cluster, commands, now)
-        for command in commands:
+        for command in commands[: self.drivers.survives(len(commands))]:
             self._executor.execute(command, now)
+        self._set_deadline()
+        self.drivers.end_if_due(len(commands))
+
+    def _set_deadline(self) -> None:
+        now = self.clock.now
         at = deadline(self.cluster, now)
         if self._deadline is None or self._deadline.at != at:
             if self._deadline is not None:
@@ -101,12 +111,44 @@ class World:
             self._deadline = self.clock.at(at, self.post, ev.Ticked()) if at != NEVER else None
             assert at > now, f"a hot loop: {self.reason}"
 
+    def lose_driver(self) -> None:
+        """The driver was killed: agents that have not begun end with it, and of what it has sent last some is lost."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self.agents = {host: agent for host, agent in self.agents.items() if agent in self.running.get(host, ())}
+        for agent in self.agents.values():
+            agent.lose_orders()
+
+    def drop_ended_agents(self) -> None:
+        """The next driver finds out at once which ssh has ended."""
+        self.agents = {
+            host: agent
+            for host, agent in self.agents.items()
+            if agent.is_alive or not self.network.joined(host, DRIVER)
+        }
+
+    def go_on_with(self, cluster: ClusterState, commands: tuple[cmd.Command, ...], reported: set[str]) -> None:
+        """The next driver has taken over. Only agents that have `reported` count."""
+        self.log.append((self.clock.now, f"driver-came: driver {self.drivers.term}"))
+        self.cluster, self._stalls, self._cut_off_at = cluster, StallDetector(), None
+        for host in self.agents.keys() - reported:
+            self._forget_agent(host)
+        for command in commands:
+            self._executor.execute(command, self.clock.now)
+        self._set_deadline()
+        if cluster.job is not None and cluster.job.outcome and cluster.job.name == f"job-{self.jobs}":
+            self._run_another_job()  # the last driver had no time to say that it has ended
+
     @property
     def reason(self) -> str:
         return in_words(self.cluster.reason, self.clock.now)
 
     def _watch(self) -> None:
         """What `driver.liveness` does every heartbeat."""
+        self.clock.after(HEARTBEAT, self._watch)
+        if not self.drivers.decides:
+            return
         now, cluster = self.clock.now, self.cluster
         silences = {host: self.silence_of(host) for host in cluster.hosts}
         most = cluster.limits.silence
@@ -126,7 +168,6 @@ class World:
             event = self._stalls.check(self.cluster.generation, max(1.0, most / 2), now)
             if event is not None:
                 self.post(event)
-        self.clock.after(HEARTBEAT, self._watch)
 
     def silence_of(self, host: str) -> float:
         """Seconds since the last message of the host's present agent, which sends one all the time."""
@@ -147,7 +188,7 @@ class World:
                 agent = self.agents.get(host)
                 if agent is not None:
                     agent.to_here.send(agent.receive, agent_messages.StopAgent())
-                    self.clock.after(3.0, self._kill_agent, agent)
+                    self.clock.after(3.0, self._kill_agent, agent, self.drivers.term)
             case cmd.CancelEnd(host=host):
                 self.send(host, agent_messages.CancelEnd())
             case cmd.StartWorker(worker=w):
@@ -173,6 +214,9 @@ class World:
     def run_program(self, w: WorkerId, job: str) -> None:
         self.send((w,), worker_messages.Program(job, ""))
 
+    def keep_program(self, *_: Any) -> None:
+        """There are no swaps here."""
+
     def end(self, command: cmd.EndJob) -> None:
         """The job has failed: no worker could help, or the user has removed those that could. The user runs another one."""
         users_order = "was removed at once" in command.reason or "only hosts that end hold" in command.reason
@@ -180,6 +224,9 @@ class World:
             helps = worker.job == command.job and worker.protocol.facts.holds_state and not worker.is_stopped
             reachable = worker.id in self.cluster.workers and self.network.joined(worker.id.host, DRIVER)
             assert not (helps and reachable), f"{command.reason}: yet {worker.id} holds the state"
+        self._run_another_job()
+
+    def _run_another_job(self) -> None:
         self.jobs += 1
         self.clock.after(1.0, self.post, ev.JobSubmitted(f"job-{self.jobs}"))
 
@@ -210,8 +257,8 @@ class World:
         if agent is not None and self.network.joined(host, DRIVER):
             agent.die()
 
-    def _kill_agent(self, agent: Agent) -> None:
-        if self.agents.get(agent.host) is agent:
+    def _kill_agent(self, agent: Agent, term: int) -> None:
+        if self.agents.get(agent.host) is agent and term == self.drivers.term and not self.drivers.is_dead:
             agent.die()
 
     def agent_died(self, agent: Agent) -> None:
@@ -220,26 +267,57 @@ class World:
 
     def _report_end(self, agent: Agent) -> None:
         """ssh has ended."""
-        if self.agents.get(agent.host) is agent:
+        if self.agents.get(agent.host) is agent and not self.drivers.is_dead:
             del self.agents[agent.host]
-            self.post(ev.AgentLost(agent.host, "its agent ended", number=agent.number))
+            self.drivers.tell(ev.AgentLost(agent.host, "its agent ended", number=agent.number))
 
-    def from_agent(self, agent: Agent, message: Any) -> None:
-        """A message of an agent has arrived."""
+    def from_agent(self, agent: Agent, term: int, message: Any) -> None:
+        """A message of an agent has arrived. `term`: of the driver to which it was sent."""
+        drivers = self.drivers
+        if drivers.is_dead:
+            return
         agent.heard_at = self.clock.now
         if self.agents.get(agent.host) is not agent:
             agent.to_here.send(agent.receive, agent_messages.StopAgent())
+        elif term != drivers.term:
+            return
+        elif drivers.reports is not None and isinstance(message, agent_messages.AgentHello | ev.WorkerFrozen):
+            drivers.reports.add(message)
         elif isinstance(message, agent_messages.AgentEnding):
-            self.post(ev.HostRemoved(message.host, by=message.reason, within=message.within))
+            drivers.tell(ev.HostRemoved(message.host, by=message.reason, within=message.within))
         elif isinstance(message, agent_messages.AgentGoodbye):
             self._forget_agent(agent.host)
-            self.post(ev.AgentLost(message.host, message.reason))
+            drivers.tell(ev.AgentLost(message.host, message.reason))
+        elif isinstance(message, agent_messages.AgentHello):
+            drivers.tell(ev.AgentReady(message.host, message.pid, message.addresses, message.port))
         else:
-            self.post(message)
+            drivers.tell(message)
 
-    def from_worker(self, w: WorkerId, message: Any) -> None:
-        if w in self.cluster.workers:
-            self.post(message)
+    def from_worker(self, w: WorkerId, term: int, message: Any) -> None:
+        drivers = self.drivers
+        if drivers.is_dead or term != drivers.term:
+            return
+        match message:
+            case worker_messages.WorkerReport() | worker_messages.WorkerHello() if drivers.reports is not None:
+                drivers.reports.add(message)
+            case worker_messages.WorkerReport():
+                self._handle_late_report(message)
+            case worker_messages.WorkerHello():
+                if w in self.cluster.workers:
+                    self.post(ev.WorkerRegistered(w))
+            case _ if drivers.reports is not None or w in self.cluster.workers:
+                drivers.tell(message)
+
+    def _handle_late_report(self, report: worker_messages.WorkerReport) -> None:
+        """As in `driver.received_messages`."""
+        cluster, w = self.cluster, report.worker
+        is_in = report.formed and report.generation == cluster.generation and w in cluster.member_set
+        if w not in cluster.workers:
+            return
+        if report.busy and (not is_in or report.has_promised or report.last_event is not None):
+            self.post(ev.WorkerFrozen(w, "it answered a new driver too late"))
+        elif report.is_ready:
+            self.post(ev.WorkerRegistered(w))
 
     def progress(self, w: WorkerId, generation: int, total: int) -> None:
         """Telemetry: it may be lost."""
