@@ -97,7 +97,7 @@ export class StepTimes {
     const job = `${state.job}|${state.outcome}`;
     const isDue = job !== this.known || (state.job && !state.outcome && Date.now() - this.askedAt >= PERIOD);
     if (isDue && !closed && !this.asking) this.ask(job);
-    const looks = `${this.box.clientWidth}|${window.devicePixelRatio}|${Object.values(this.colors())}`;
+    const looks = `${this.picture.clientWidth}|${window.devicePixelRatio}|${Object.values(this.colors())}`;
     if (looks !== this.drawn) {
       this.paint();
       this.point(this.cell);
@@ -132,7 +132,7 @@ export class StepTimes {
     this.box.hidden = !columns; // a hidden box has no width
     const height = Math.max(LOWEST, Math.min(HIGHEST, Math.floor(TALLEST / Math.max(1, rows.length))));
     const left = height >= LABEL_HEIGHT ? LABELS : 0;
-    const room = this.box.clientWidth - left;
+    const room = this.picture.clientWidth - left;
     if (!columns || room <= 0) return;
     const width = Math.max(NARROWEST, Math.min(WIDEST, Math.floor(room / columns)));
     const shown = Math.min(columns, Math.floor(room / width));
