@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import axe_playwright_python
 import msgspec
 
 from nbelastic.notebook.dashboard_frames import KeyFrame
@@ -16,6 +17,7 @@ FILES = {
     "dashboard.css": widget_text("dashboard.css"),
     "fake_model.mjs": (Path(__file__).parent / "fake_model.mjs").read_text(),
 }
+AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
 TYPES = {"js": "text/javascript", "mjs": "text/javascript", "css": "text/css"}
 THEMES = Path(sys.prefix) / "share/jupyter/lab/themes/@jupyterlab"
 PAGE = """
@@ -90,6 +92,13 @@ class View:
 
 def button(view, name):
     return view.page.get_by_role("button", name=name, exact=True)
+
+
+def faults(page):
+    """What axe finds in the page: rules, and parts that break them."""
+    page.evaluate(AXE)
+    found = page.evaluate("axe.run('main')")["violations"]
+    return [(rule["id"], [node["html"] for node in rule["nodes"]][:3]) for rule in found]
 
 
 def panel(view, name):

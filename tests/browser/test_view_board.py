@@ -7,7 +7,7 @@ import re
 import pytest
 from fake_view import button
 from playwright.sync_api import expect
-from view_samples import ANSWERS, crowd, host, logs, sharded, state, worker
+from view_samples import ANSWERS, NOW, crowd, host, logs, sharded, state, worker
 
 pytestmark = pytest.mark.browser
 
@@ -49,6 +49,18 @@ def test_each_slot_shows_its_worker_and_state(view, clock):
     expect(view.page.get_by_role("row", name="gpu3")).to_contain_text("again in 50 min")
     clock.fast_forward(600_000)
     expect(view.page.get_by_role("row", name="gpu3")).to_contain_text("again in 40 min")
+
+
+def test_a_host_that_will_end_counts_down(view, clock):
+    """Its row says in how much time it ends, and counts on."""
+    view.open(state(hosts={"gpu1": host([worker(0)], ends_at=NOW + 630), "gpu2": host([worker(1)])}))
+    row = view.page.get_by_role("row", name="gpu1")
+    expect(row).to_contain_text("ends in 10 min")
+    expect(view.page.get_by_role("row", name="gpu2")).not_to_contain_text("ends in")
+    clock.fast_forward(300_000)
+    expect(row).to_contain_text("ends in 5 min")
+    view.patch(hosts={"gpu1": {"ends_at": None}})
+    expect(row).not_to_contain_text("ends in")
 
 
 def test_many_hosts_can_be_searched_and_those_with_problems_come_first(view):
@@ -201,6 +213,16 @@ def test_the_view_can_be_used_by_keyboard_alone(view, clock):
     keys.press("ArrowRight")
     expect(view.page.get_by_role("tab", name="Logs")).to_be_focused()
     expect(view.page.get_by_role("tabpanel", name="Logs")).to_be_visible()
+
+
+def test_the_view_takes_the_focus_of_a_part_that_is_removed(view):
+    """Its frame shows that to those who use the keyboard."""
+    view.open(state())
+    view.page.locator(".nbe-chip").first.focus()
+    view.page.keyboard.press("ArrowDown")
+    view.patch(hosts={"gpu2": None})
+    expect(view.root).to_be_focused()
+    assert view.root.evaluate("node => getComputedStyle(node).outlineStyle") == "solid"
 
 
 def test_keys_in_the_view_are_not_the_notebooks_shortcuts(view):

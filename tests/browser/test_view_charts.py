@@ -24,6 +24,17 @@ def open_view(view, clock, answer, **more):
     return view
 
 
+LABELS = """
+  window.labels = [];
+  const { fillText } = CanvasRenderingContext2D.prototype;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const { e, f } = this.getTransform();
+    window.labels.push([text, x + e, y + f]);
+    fillText.call(this, text, x, y);
+  };
+"""
+
+
 def painted(view):
     """The number of pixels that the first chart has drawn in the colour of a change of the world for the worse."""
     script = """canvas => {
@@ -107,6 +118,64 @@ def test_a_chart_can_be_read_zoomed_and_logarithmic(view, clock):
     expect(button(view, "Reset zoom")).to_be_hidden()
     view.page.get_by_label("Horizontal axis").select_option("time")
     expect(chart(view, "loss from 2.52 to 0.288, 20")).to_be_visible()
+
+
+def test_a_chart_is_read_and_zoomed_by_the_keyboard(view, clock):
+    """Tab reaches it. The arrow keys move the cursor of all charts, plus and minus zoom, Escape shows all; each value is spoken."""
+    open_view(view, clock, reports())
+    rows, keys = reports()["rows"], view.page.keyboard
+    spoken = view.page.get_by_role("status", name="Value under the cursor")
+    button(view, "Logarithmic scale of loss").focus()
+    keys.press("Tab")
+    expect(view.page.get_by_role("application", name="Chart of loss")).to_be_focused()
+    keys.press("End")
+    expect(spoken).to_have_text(f"loss {rows[-1][4]:.5g}, step 400")
+    for key in ("Home", *["ArrowRight"] * 150, "ArrowLeft"):
+        keys.press(key)
+    expect(spoken).to_have_text(f"loss {rows[149][4]:.5g}, step 150 · world of 3, was 4")
+    expect(view.page.locator(".nbe-charthead b").nth(1)).to_have_text(f"{rows[149][5]:.5g}")
+    keys.press("+")
+    expect(spoken).to_have_text(f"step 76 to step 275: loss {rows[149][4]:.5g}, step 150 · world of 3, was 4")
+    keys.press("Home")
+    expect(spoken).to_contain_text(f"loss {rows[75][4]:.5g}, step 76")
+    keys.press("Escape")
+    expect(button(view, "Reset zoom")).to_be_hidden()
+    keys.press("Tab")
+    expect(view.page.locator(".nbe-charts .nbe-note")).to_have_text("3 changes of the world")
+
+
+def test_the_charts_and_the_overview_show_the_same_newest_values(view, clock):
+    """A row of the charts may be older, or the mean of many reports: beside a name is what was reported last."""
+    open_view(view, clock, reports(), steps_per_second=44.0)
+    for loss, speed in ((0.29, "44"), (0.0019214, "41.9")):
+        view.patch(step=401, report={"loss": loss}, steps_per_second=float(speed))
+        clock.run_for(100)
+        values = view.page.locator(".nbe-charthead b")
+        expect(values.nth(0)).to_have_text(str(loss))
+        expect(values.nth(2)).to_have_text(speed)
+        facts = view.page.locator(".nbe-facts").first
+        expect(facts).to_contain_text(f"loss{loss}")
+        expect(facts).to_contain_text(f"Steps per second{speed}")
+
+
+@pytest.mark.parametrize("width", [400, 872, 1600])
+def test_the_axes_have_at_least_two_labels(view, clock, width):
+    """Of steps and of times, at each width, and however long the job is."""
+    view.page.set_viewport_size({"width": width, "height": 900})
+    view.page.add_init_script(LABELS)
+    open_view(view, clock, reports(20))
+    for axis in ("step", "time"):
+        view.page.get_by_label("Horizontal axis").select_option(axis)
+        for n, last in enumerate((40, 190, 950, 1914, 9_700, 49_000)):
+            answer = reports(2, version=f"{axis}{n}")
+            answer["rows"][1][:2] = [last, answer["rows"][0][1] + 7 * last]
+            view.page.evaluate("answer => { model.answers.reports = answer; window.labels = [] }", answer)
+            view.patch(step=last)
+            clock.run_for(2500)
+            labels = view.page.evaluate(
+                "window.labels.filter(([text, x, y]) => y === Math.max(...window.labels.map((l) => l[2])))"
+            )
+            assert len({x for _, x, _ in labels}) >= 2, (axis, last, labels)
 
 
 def test_the_reports_can_be_saved(view, clock):

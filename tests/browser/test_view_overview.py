@@ -111,13 +111,34 @@ def test_the_overview_shows_the_newest_whole_commit(view, clock):
     view.open(sharded())
     facts = view.page.locator(".nbe-facts").first
     expect(facts).to_contain_text("1,232 · 3 min old")
-    expect(facts).to_contain_text("5.0\u00a0GB · in 420 ms")
+    expect(facts).to_contain_text("5.0\u00a0GB · copied in 420 ms")
     clock.fast_forward(120_000)
     expect(facts).to_contain_text("1,232 · 5 min old")
     view.patch(copies={"commit": None, "memory": 0})
     expect(facts).to_contain_text("none yet")
     view.patch(copies=None)
     expect(facts).not_to_contain_text("Whole commit")
+
+
+def test_a_reported_name_does_not_replace_another_figure(view):
+    """`report(Step=…)`: the count of steps stays, and the report is beside it."""
+    view.open(state(report={"Step": 7.5, "Generation": 0.25}))
+    facts = view.page.locator(".nbe-facts").first
+    names, values = facts.locator("dt").all_text_contents(), facts.locator("dd > span:first-child").all_text_contents()
+    figures = list(zip(names, values, strict=True))
+    assert {("Step", "1,234"), ("Step", "7.5"), ("Generation", "3"), ("Generation", "0.25")} <= {*figures}
+
+
+def test_what_a_figure_means_is_more_than_a_tooltip(view):
+    """Screen readers read it after the value."""
+    view.open(sharded())
+    values = view.page.get_by_role("definition")
+    for meaning in (
+        "It grows by one with each change of the world",
+        "its copies are complete",
+        "Memory of all copies, on 4 workers",
+    ):
+        expect(values.filter(has_text=meaning)).to_have_count(1)
 
 
 def test_between_jobs_the_overview_shows_how_many_are_ready(view):
@@ -165,6 +186,18 @@ def test_losses_are_spoken_and_numbers_are_not(view):
     expect(news).to_have_text("")
     view.patch(world_size=3, events=[event(6), event(7, "worker-lost", "gpu2/1#1 was killed")])
     expect(news).to_have_text("3 workers in the world. gpu2/1#1 was killed")
+
+
+def test_losses_are_spoken_out_of_sight(view):
+    """Also while the view is scrolled away, and draws nothing."""
+    view.open(state())
+    view.page.evaluate("document.querySelector('main').style.marginTop = '5000px'")
+    view.page.evaluate(
+        "() => new Promise((resolve) => new IntersectionObserver((e) => e.at(-1).isIntersecting || resolve(), { rootMargin: '200px' }).observe(document.querySelector('.nbe')))"
+    )
+    view.patch(step=1300, world_size=3, events=[event(6), event(7, "worker-lost", "gpu2/1#1 was killed")])
+    expect(view.page.get_by_role("status", name="News")).to_have_text("3 workers in the world. gpu2/1#1 was killed")
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("1,234")
 
 
 def test_text_from_outside_stays_text(view):

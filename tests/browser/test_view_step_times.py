@@ -36,6 +36,26 @@ def test_a_slow_rank_stands_out(view):
     assert tab.get_by_role("img").get_attribute("aria-label").startswith("Time per step")
 
 
+def test_the_heat_map_is_read_by_the_keyboard(view):
+    """Tab reaches it; the arrow keys move from cell to cell, a frame shows which, and its numbers are spoken."""
+    view.open(state(), ANSWERS)
+    tab = panel(view, "Step times")
+    expect(tab).to_contain_text("4 ranks over 5 min")
+    keys, spoken = view.page.keyboard, tab.get_by_role("status", name="Time under the cursor")
+    keys.press("Tab")
+    expect(tab.get_by_role("application", name="Heat map of step times")).to_be_focused()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown"):
+        keys.press(key)
+    expect(spoken).to_contain_text("rank 2 (gpu2/0#1) 40 ms per step, the median of the others is 7.1 ms")
+    expect(tab.locator(".nbe-cell")).to_be_visible()
+    for _ in range(21):
+        keys.press("ArrowLeft")
+    expect(spoken).to_contain_text("rank 2 (gpu2/0#1) no time")
+    keys.press("Escape")
+    expect(tab.locator(".nbe-cell")).to_be_hidden()
+    expect(tab).to_contain_text("4 ranks over 5 min")
+
+
 def test_step_times_are_asked_for_while_the_panel_is_open(view):
     """Every five seconds. Without times it says when they come; 512 ranks fit, without numbers."""
     clock = view.page.clock

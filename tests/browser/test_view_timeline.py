@@ -62,6 +62,29 @@ def test_the_marks_are_reached_by_the_keyboard(view):
     expect(view.page.locator(".nbe-log > li.nbe-highlight")).to_contain_text("gpu2/1#1 was killed")
 
 
+def test_the_lanes_say_when_each_host_was_up(view):
+    """In words too. Of many hosts eight are shown, and how many there are; a button shows the others."""
+    events = [event(n, "host-up", ago=200, host=f"gpu{n:02}") for n in range(1, 65)]
+    events += [event(65, "host-lost", "gpu17 is lost", ago=100, host="gpu17")]
+    view.open(state(events=events[-2:]), {**ANSWERS, "history": {"events": events, "oldest": 1}})
+    lanes = view.page.get_by_role("group", name="Hosts on the timeline").get_by_role("img")
+    expect(view.root).to_contain_text("8 of 64 hosts shown")
+    expect(lanes).to_have_count(8)
+    expect(lanes.first).to_have_accessible_name("gpu17: up for 50 % of the time shown, not up now, 1 failure")
+    button(view, "Show all hosts").click()
+    expect(lanes).to_have_count(64)
+    expect(lanes.last).to_have_accessible_name(re.compile(": up for 100 % of the time shown, up now, 0 failures"))
+    expect(view.root).to_contain_text("64 of 64 hosts shown")
+    button(view, "Show fewer hosts").click()
+    expect(lanes).to_have_count(8)
+
+
+def test_screen_readers_hear_the_kind_of_an_event(view):
+    """The word that `cluster.events` has for it: a tooltip alone is for the pointer only."""
+    view.open(state(events=HISTORY), ANSWERS)
+    expect(view.page.get_by_role("listitem").filter(has_text="gpu2/1#1 was killed")).to_contain_text("worker-lost")
+
+
 def test_times_of_another_day_have_their_day(view, clock):
     """In the list, on the axis and at the marks. The chart can show the last hour only."""
     events = [event(1, "world-formed", "a world of 4", ago=90_000), event(2, "scaled", "to 2", ago=60)]

@@ -6,7 +6,7 @@ import { Chart } from "./chart.js";
 import { button, element, saveFile, setAttribute, setText } from "./dom.js";
 import { plural, unit } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
-import { asCsv, isNumber, rateName, ratesOf, ReportTable, stepsOf, timesOf, valuesOf, worldChanges } from "./report_table.js";
+import { asCsv, isNumber, isRate, rateName, ratesOf, ReportTable, stepsOf, timesOf, valuesOf, worldChanges } from "./report_table.js";
 
 const PERIOD = 1000; // ms between two queries
 const FEW = 3; // so many charts are shown at first
@@ -46,11 +46,15 @@ export class Charts {
     );
     this.palette = element("i", { class: "nbe-palette", "aria-hidden": "true" });
     this.grid = element("div", { class: "nbe-chartgrid" });
-    this.node = element("div", { class: "nbe-charts", hidden: "" }, bar, this.palette, this.grid);
+    // Screen readers speak it; only keys set it.
+    this.spoken = element("p", { class: "nbe-hidden", role: "status", "aria-label": "Value under the cursor" });
+    this.node = element("div", { class: "nbe-charts", hidden: "" }, bar, this.palette, this.grid, this.spoken);
     const owner = {
       key: `${connection.prefix}charts`,
       onZoom: (/** @type {?[number, number]} */ range) => this.setZoom(range),
       onCursor: (/** @type {string} */ place) => setText(this.note, place || this.changes),
+      point: (/** @type {?number} */ row) => this.all().forEach((chart) => chart.point(row)),
+      speak: (/** @type {string} */ text) => setText(this.spoken, text),
     };
     /** @type {KeyedList<ChartContent, null>} */
     this.list = new KeyedList(this.grid, (name) => new Chart(owner, name));
@@ -75,6 +79,11 @@ export class Charts {
     const looks = `${this.table.version}|${this.table.rows.length}|${Object.values(this.colors())}`;
     if (looks !== this.drawn) this.redraw();
     this.drawn = looks;
+    for (const chart of this.all()) chart.setNewest(newestOf(state, chart.name));
+  }
+
+  all() {
+    return /** @type {Chart[]} */ ([...this.list.parts.values()]);
   }
 
   ask(/** @type {string} */ progress) {
@@ -139,3 +148,7 @@ export class Charts {
     saveFile(`${this.state?.job ?? "reports"}.csv`, asCsv(names, rows), "text/csv", this.connection.timers);
   }
 }
+
+/** The newest value of a name, as the overview shows it: a row may be the mean of many reports. */
+const newestOf = (/** @type {KeyFrame} */ state, /** @type {string} */ name) =>
+  state.report[name] ?? (isRate(name) ? state.steps_per_second : null);

@@ -18,7 +18,8 @@ export class EventItem {
     const all = event.took?.all;
     const text = element("span", {}, event.text, all === undefined ? "" : ` · ${milliseconds(all)} in all`);
     const attributes = { "data-tone": eventTone, "data-kinds": categories(event), title: event.kind };
-    this.node = element("li", attributes, this.time, sign);
+    const kind = element("span", { class: "nbe-hidden" }, event.kind); // screen readers do not read a tooltip
+    this.node = element("li", attributes, this.time, sign, kind);
     if (!Object.keys(event.took ?? {}).length) {
       this.node.append(text);
       return;

@@ -63,12 +63,12 @@ export function sizeChart(events, now, seconds = Infinity) {
   return { from, to, largest, size, path: `${path}H100`, marks, lanes };
 }
 
-const MAX_LANES = 8;
+export const FEW_LANES = 8; // with more hosts than this, the lanes are sorted
 const UP = /^host-(up|reconnected)$/;
 const DOWN = /^host-(lost|gone|refused|disconnected)$/;
 
 /**
- * For each host the times at which it was up, and the losses on it; of many hosts those with losses and the newest ones.
+ * For each host the times at which it was up, and the losses on it; of many hosts those with losses and the newest ones come first.
  * @param {Event[]} events oldest first @param {number} to @returns {{host: string, spans: number[][], losses: Event[]}[]}
  */
 export function hostLanes(events, to) {
@@ -89,9 +89,9 @@ export function hostLanes(events, to) {
     if (FAILURE.test(event.kind)) lane.losses.push(event);
   }
   const all = [...lanes.values()];
-  if (all.length <= MAX_LANES) return all;
+  if (all.length <= FEW_LANES) return all;
   const last = (/** @type {{spans: number[][]}} */ { spans }) => spans[spans.length - 1]?.[1] ?? 0;
-  return all.sort((a, b) => b.losses.length - a.losses.length || last(b) - last(a)).slice(0, MAX_LANES);
+  return all.sort((a, b) => b.losses.length - a.losses.length || last(b) - last(a));
 }
 
 const BESIDE_TRAINING = "prepare"; // this phase delays no step, so it is not a part of the whole

@@ -24,15 +24,17 @@ import {
 import { KeyedList } from "./keyed_list.js";
 import { tone } from "./tones.js";
 
+const REPORTED = "report: "; // in front of a reported name, which may be that of another figure
+
 /** @returns {[string, FigureContent][]} */
 function copyFigures(/** @type {Copies} */ { commit, made_at, seconds, memory, workers }, /** @type {number} */ now) {
   const isWhole = typeof commit === "number"; // a patch deletes what is null
   const whole = isWhole ? `${number(commit)} · ${duration(now - made_at)} old` : "none yet";
-  const took = isWhole ? ` · in ${milliseconds(seconds * 1000)}` : "";
-  const kept = memory ? `Memory of all copies, on ${plural(workers, "worker")}` : "The new world has no copies yet";
+  const took = isWhole ? ` · copied in ${milliseconds(seconds * 1000)}` : "";
+  const title = memory ? `Memory of all copies, on ${plural(workers, "worker")}` : "The new world has no copies yet";
   return [
     ["Whole commit", { value: whole, title: "All ranks return to it if one is lost: its copies are complete" }],
-    ["Copies", { value: memory ? `${megabytes(memory)}${took}` : "–", title: `${kept}; how long copying takes` }],
+    ["Copies", { value: memory ? `${megabytes(memory)}${took}` : "–", title }],
   ];
 }
 
@@ -80,7 +82,7 @@ export class Overview {
     this.since = element("span");
     this.losses = element("span", { class: "nbe-losses" });
     this.facts = element("dl", { class: "nbe-facts" });
-    this.figures = new KeyedList(this.facts, (name) => new Figure(name));
+    this.figures = new KeyedList(this.facts, (key) => new Figure(key.replace(REPORTED, "")));
     this.done = element("div", { class: "nbe-done" });
     this.bar = element("div", { class: "nbe-progress", role: "progressbar", "aria-label": "Steps done" }, this.done);
     this.announced = element("p", { class: "nbe-hidden", role: "status", "aria-label": "News" });
@@ -105,10 +107,13 @@ export class Overview {
     this.about.draw(state, now);
     this.figures.draw(this.items(state, training, ready, now), null);
     this.drawProgress(state, training ? state.total : null);
-    if (this.before) {
-      const text = announcement(this.before, state);
-      if (text) setText(this.announced, text);
-    }
+    this.announce(state);
+  }
+
+  /** Screen readers speak what has happened, also while the view is out of sight. */
+  announce(/** @type {KeyFrame} */ state) {
+    const text = this.before ? announcement(this.before, state) : "";
+    if (text) setText(this.announced, text);
     this.before = state;
   }
 
@@ -142,7 +147,7 @@ export class Overview {
     if (timeLeft(state)) items.push(["Time left", { value: timeLeft(state) }]);
     if (state.checkpoints) items.push(...checkpointFigures(state.checkpoints, state, now, training));
     if (training && state.copies) items.push(...copyFigures(state.copies, now));
-    for (const [name, value] of Object.entries(state.report)) items.push([name, { value: reported(value) }]);
+    for (const [name, value] of Object.entries(state.report)) items.push([`${REPORTED}${name}`, { value: reported(value) }]);
     return items;
   }
 }

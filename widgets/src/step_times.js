@@ -3,6 +3,7 @@
 /** @import { KeyFrame, StepTimesAnswer } from "./contract.js" */
 import { element, setAttribute, setText } from "./dom.js";
 import { duration, milliseconds, plural, timeOfDay } from "./format.js";
+import { ACROSS, isShortcut, movedBy, PAGES } from "./keys.js";
 
 const PERIOD = 5000; // ms between two queries
 const [LOWEST, HIGHEST, TALLEST] = [3, 16, 400]; // CSS pixels: of a row, and of all rows
@@ -12,9 +13,14 @@ const LABEL_HEIGHT = 10;
 const SLOW = 1.25; // times the median of the other ranks,
 const LEAST = 5; // and so many ms more
 const SLOWEST = 4; // so many times have the full colour
+const DOWN = { ArrowUp: -1, ArrowDown: 1, ...PAGES };
 const NONE = "No times yet. They come every 5 s while a job commits, and are measured on CPUs only.";
 
-/** @typedef {{left: number, first: number, width: number, height: number}} Grid `first`: the first column that is shown */
+/**
+ * `first`: the first column that is shown.
+ * @typedef {{left: number, first: number, width: number, height: number}} Grid
+ * @typedef {{rank: number, column: number}} Cell
+ */
 
 const known = (/** @type {(number|null)[]} */ values) => /** @type {number[]} */ (values.filter((x) => x !== null));
 
@@ -41,7 +47,7 @@ export function slowness(time, median) {
 export class StepTimes {
   constructor(/** @type {Connection} */ connection) {
     this.connection = connection;
-    this.isOpen = this.closed = this.asking = this.isPointed = false;
+    this.isOpen = this.closed = this.asking = false;
     /** @type {?KeyFrame} */
     this.state = null;
     this.askedAt = -Infinity;
@@ -56,11 +62,21 @@ export class StepTimes {
     this.note = element("span", { class: "nbe-note" }, NONE);
     this.canvas = element("canvas");
     this.palette = element("i", { class: "nbe-palette", "aria-hidden": "true" });
-    this.box = element("div", { class: "nbe-heat", role: "img", hidden: "" }, this.canvas);
+    /** @type {?Cell} below the pointer, or reached by the arrow keys */
+    this.cell = null;
+    this.frame = element("i", { class: "nbe-cell", hidden: "" });
+    this.picture = element("div", { role: "img" }, this.canvas, this.frame);
+    const keys = "Heat map of step times: the arrow keys read it";
+    const role = { role: "application", "aria-roledescription": "heat map", "aria-label": keys, tabindex: "0" };
+    this.box = element("div", { class: "nbe-heat", ...role, hidden: "" }, this.picture);
+    // Screen readers speak it; only keys set it.
+    this.spoken = element("p", { class: "nbe-hidden", role: "status", "aria-label": "Time under the cursor" });
     this.slow = element("ul");
-    this.node = element("div", {}, element("div", { class: "nbe-bar" }, this.note), this.palette, this.box, this.slow);
-    this.canvas.addEventListener("pointermove", (event) => this.describe(event));
-    this.canvas.addEventListener("pointerleave", () => this.summarize());
+    this.node = element("div", {}, element("div", { class: "nbe-bar" }, this.note), this.palette, this.box, this.slow, this.spoken);
+    this.canvas.addEventListener("pointermove", (event) => this.point(this.cellAt(event)));
+    this.canvas.addEventListener("pointerleave", () => this.point(null));
+    this.box.addEventListener("keydown", (event) => this.onKey(event));
+    this.box.addEventListener("blur", () => this.point(null));
   }
 
   open() {
@@ -81,8 +97,11 @@ export class StepTimes {
     const job = `${state.job}|${state.outcome}`;
     const isDue = job !== this.known || (state.job && !state.outcome && Date.now() - this.askedAt >= PERIOD);
     if (isDue && !closed && !this.asking) this.ask(job);
-    const looks = `${this.box.clientWidth}|${window.devicePixelRatio}|${Object.values(this.colors())}`;
-    if (looks !== this.drawn) this.paint();
+    const looks = `${this.picture.clientWidth}|${window.devicePixelRatio}|${Object.values(this.colors())}`;
+    if (looks !== this.drawn) {
+      this.paint();
+      this.point(this.cell);
+    }
     this.drawn = looks;
   }
 
@@ -96,7 +115,7 @@ export class StepTimes {
       this.answer = answer;
       this.columns = sortedColumns(answer.rows);
       this.paint();
-      if (!this.isPointed) this.summarize();
+      this.point(this.cell);
       const texts = Object.entries(answer.texts).map(([rank, text]) => element("li", {}, `rank ${rank} ${text}`));
       this.slow.replaceChildren(...texts);
     });
@@ -113,7 +132,7 @@ export class StepTimes {
     this.box.hidden = !columns; // a hidden box has no width
     const height = Math.max(LOWEST, Math.min(HIGHEST, Math.floor(TALLEST / Math.max(1, rows.length))));
     const left = height >= LABEL_HEIGHT ? LABELS : 0;
-    const room = this.box.clientWidth - left;
+    const room = this.picture.clientWidth - left;
     if (!columns || room <= 0) return;
     const width = Math.max(NARROWEST, Math.min(WIDEST, Math.floor(room / columns)));
     const shown = Math.min(columns, Math.floor(room / width));
@@ -150,18 +169,46 @@ export class StepTimes {
     pen.fillText(String(rank), left - 6, (rank + 0.5) * height);
   }
 
-  /** Say what is below the pointer. */
-  describe(/** @type {PointerEvent} */ event) {
+  /** @param {PointerEvent} event @returns {?Cell} */
+  cellAt(event) {
     const { left, first, width, height } = this.grid;
+    const cell = { rank: Math.floor(event.offsetY / height), column: first + Math.floor((event.offsetX - left) / width) };
+    return event.offsetX < left || this.timeOf(cell) === null ? null : cell;
+  }
+
+  /** The arrow keys move from cell to cell, and begin at the newest time of rank 0. Escape leaves the cells. */
+  onKey(/** @type {KeyboardEvent} */ event) {
+    const { cell, grid } = this;
+    const [lastRank, lastColumn] = [this.answer.rows.length - 1, this.columns.length - 1];
+    const start = { rank: 0, column: lastColumn };
+    const rank = movedBy(DOWN, event.key, (cell ?? start).rank, 0, lastRank);
+    const column = movedBy(ACROSS, event.key, (cell ?? start).column, grid.first, lastColumn);
+    if (isShortcut(event) || (rank === null && column === null && event.key !== "Escape")) return;
+    event.preventDefault();
+    if (event.key === "Escape") return this.point(null);
+    const next = { rank: rank ?? cell?.rank ?? 0, column: column ?? cell?.column ?? lastColumn };
+    this.point(cell ? next : start);
+    setText(this.spoken, this.note.textContent ?? "");
+  }
+
+  /** @param {Cell} cell @returns {?number} */
+  timeOf({ rank, column }) {
+    return this.answer.rows[rank]?.[1][column] ?? null;
+  }
+
+  /** Frame this cell and say what is in it, or sum up all. */
+  point(/** @type {?Cell} */ cell) {
     const { rows, end, span } = this.answer;
-    const rank = Math.floor(event.offsetY / height);
-    const column = first + Math.floor((event.offsetX - left) / width);
-    const [worker, times] = rows[rank] ?? ["", []];
-    const time = event.offsetX < left ? null : times[column];
-    if (time === null || time === undefined) return this.summarize();
-    this.isPointed = true;
-    const at = timeOfDay(end - (times.length - column) * span);
-    setText(this.note, `${at}: rank ${rank} (${worker}) ${milliseconds(time)} per step${this.comparison(column, time)}`);
+    this.cell = cell && rows[cell.rank] && cell.column < this.columns.length ? cell : null;
+    this.frame.hidden = !this.cell;
+    if (!this.cell) return this.summarize();
+    const { left, first, width, height } = this.grid;
+    const { rank, column } = this.cell;
+    const place = { left: left + (column - first) * width, top: rank * height, width, height };
+    for (const [name, value] of Object.entries(place)) this.frame.style.setProperty(name, `${value}px`);
+    const time = this.timeOf(this.cell);
+    const text = time === null ? "no time" : `${milliseconds(time)} per step${this.comparison(column, time)}`;
+    setText(this.note, `${timeOfDay(end - (this.columns.length - column) * span)}: rank ${rank} (${rows[rank][0]}) ${text}`);
   }
 
   comparison(/** @type {number} */ column, /** @type {number} */ time) {
@@ -170,7 +217,6 @@ export class StepTimes {
   }
 
   summarize() {
-    this.isPointed = false;
     const { rows, span } = this.answer;
     const last = this.columns.length - 1;
     if (last < 0) return setText(this.note, NONE);
@@ -181,6 +227,6 @@ export class StepTimes {
       `Time per step in which a rank does not wait for others, ${plural(rows.length, "rank")} over ${duration(seconds)}. ` +
       `Now the slowest is rank ${newest.indexOf(most)} with ${milliseconds(most)}${this.comparison(last, most)}.`;
     setText(this.note, text);
-    setAttribute(this.box, "aria-label", text);
+    setAttribute(this.picture, "aria-label", text);
   }
 }

@@ -1,7 +1,7 @@
 /** The size of the world over time, with a mark for each event and a lane for each host. */
 /** @import { Event as ClusterEvent } from "./contract.js" */
-import { element, setAttribute, setText, svgElement } from "./dom.js";
-import { categories, sizeChart } from "./events.js";
+import { button, element, setAttribute, setText, svgElement } from "./dom.js";
+import { categories, FEW_LANES, sizeChart } from "./events.js";
 import { momentOf, plural } from "./format.js";
 import { KeyedList } from "./keyed_list.js";
 import { tone } from "./tones.js";
@@ -32,15 +32,22 @@ export class TimelineChart {
     /** @type {?Element} */
     this.tabStop = null;
     this.told = element("p", { class: "nbe-note nbe-told", "aria-hidden": "true" });
-    this.lanes = element("div", { class: "nbe-lanes", "aria-hidden": "true" });
+    this.lanes = element("div", { class: "nbe-lanes", role: "group", "aria-label": "Hosts on the timeline" });
     /** @type {KeyedList<Lane, null>} */
     this.hosts = new KeyedList(this.lanes, (host) => makeLane(host));
+    this.showsAll = false;
+    this.laneCount = element("span", { class: "nbe-note" });
+    this.more = button("", () => this.toggleLanes(), "nbe-small");
+    this.manyLanes = element("div", { class: "nbe-bar nbe-manylanes" }, this.laneCount, this.more);
+    /** @type {Lane[]} */
+    this.allLanes = [];
     this.node = element(
       "div",
       { class: "nbe-chart" },
       element("span", { class: "nbe-axis", "aria-hidden": "true" }, this.largest, element("span", {}, "0")),
       element("div", { class: "nbe-plot" }, this.svg, this.rug),
       this.lanes,
+      this.manyLanes,
       element("span", { class: "nbe-times", "aria-hidden": "true" }, this.from, this.to),
       this.told,
     );
@@ -101,15 +108,31 @@ export class TimelineChart {
       null,
     );
     if (!this.tabStop || !this.rug.contains(this.tabStop)) this.setTabStop(this.rug.lastElementChild);
-    this.lanes.hidden = chart.lanes.length < 2;
-    this.hosts.draw(this.lanes.hidden ? [] : chart.lanes.map((lane) => [lane.host, lane]), null);
+    this.allLanes = chart.lanes;
+    this.drawLanes();
+  }
+
+  drawLanes() {
+    const count = this.allLanes.length;
+    const lanes = this.showsAll ? this.allLanes : this.allLanes.slice(0, FEW_LANES);
+    this.lanes.hidden = count < 2;
+    this.hosts.draw(count < 2 ? [] : lanes.map((lane) => [lane.host, lane]), null);
+    this.manyLanes.hidden = count <= FEW_LANES;
+    setText(this.laneCount, `${lanes.length} of ${count} hosts shown`);
+    setText(this.more, this.showsAll ? "Show fewer hosts" : "Show all hosts");
+    setAttribute(this.more, "aria-expanded", String(this.showsAll));
+  }
+
+  toggleLanes() {
+    this.showsAll = !this.showsAll;
+    this.drawLanes();
   }
 }
 
 /** A lane: when this host was up, and what was lost on it. */
 function makeLane(/** @type {string} */ host) {
   const track = element("span", { class: "nbe-track" });
-  const node = element("div", { class: "nbe-lane" }, element("span", { class: "nbe-lanename" }, host), track);
+  const node = element("div", { class: "nbe-lane", role: "img" }, element("span", { class: "nbe-lanename" }, host), track);
   let drawn = "";
   const place = (/** @type {string} */ name, /** @type {number} */ x, /** @type {number} */ width) => {
     const part = element("i", { class: name });
@@ -122,6 +145,9 @@ function makeLane(/** @type {string} */ host) {
     if (face === drawn) return;
     drawn = face;
     const up = spans.map(([start, end]) => place("nbe-up", start, end - start));
+    const share = Math.round(spans.reduce((sum, [start, end]) => sum + end - start, 0));
+    const now = spans.some(([, end]) => end === 100) ? "up now" : "not up now";
+    setAttribute(node, "aria-label", `${host}: up for ${share} % of the time shown, ${now}, ${plural(losses.length, "failure")}`);
     track.replaceChildren(...up, ...losses.map((x) => place("nbe-loss", x, 0)));
   };
   return { node, draw };

@@ -159,8 +159,9 @@ export class View {
     this.drawSoon();
   }
 
-  /** Draw in the next frame, once for all changes until then. */
+  /** Draw in the next frame, once for all changes until then. A view out of sight only speaks. */
   drawSoon() {
+    if (!this.inSight && this.overview.before) this.drawPart("news", () => this.overview.announce(this.state()));
     if (this.frame || !this.inSight) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
