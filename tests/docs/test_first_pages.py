@@ -1,9 +1,10 @@
-"""What a reader opens first leads on: index.md to each page, the first notebooks with a picture of what will be seen."""
+"""What a reader opens first: index.md leads to each page, install.md to each extra, and the first notebooks have a picture."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 
 import pytest
 
@@ -25,6 +26,14 @@ def test_the_first_page_links_to_each_page():
 
 def test_the_first_page_links_to_each_notebook():
     assert {f"../notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} - linked() == set()
+
+
+def test_the_page_on_installing_has_each_extra():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    rows = [row for row in (ROOT / "docs" / "install.md").read_text("utf-8").splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == extras.keys()
 
 
 @pytest.mark.parametrize("name", ["01_quickstart.ipynb", "02_lose_a_worker.ipynb"])
