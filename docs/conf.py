@@ -53,7 +53,8 @@ copybutton_prompt_is_regexp = True
 
 
 def link_inside_the_site(_app: Sphinx, _page: str, source: list[str]) -> None:
-    """Make links between pages and notebooks, which lead through the checkout, links between documents of the site."""
+    """Make links between pages, notebooks and pictures, which lead through the checkout, links inside the site."""
+    source[0] = source[0].replace("](../docs/pictures/", "](/pictures/")
     source[0] = re.sub(
         r"\[([^\[\]{}\"]+)\]\(\.\./(notebooks/|docs/)([\w-]+)\.(?:ipynb|md)(?:#[\w-]+)?\)",
         lambda link: f"{{doc}}`{' '.join(link[1].split())} </{link[2].removeprefix('docs/')}{link[3]}>`",

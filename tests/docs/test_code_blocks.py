@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,14 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbval.plugin import comment_markers
 
 import nbelastic as nbe
+from nbelastic.cli.main import _parser
 from nbelastic.notebook.magic_arguments import words_of
 from nbelastic.notebook.magics import ElasticMagics
 from tests.support.code_blocks import PAGES, blocks, cells, example
 
 PYTHON = blocks("python")
 MAGICS = [(block, line) for block in PYTHON for line in block.magics]
+COMMANDS = [(block, line) for block in blocks("bash", "console") for line in block.lines_of("nbelastic")]
 OWNERS = {"nbe": nbe, "nbelastic": nbe, "cluster": nbe.Cluster, "job": nbe.Job}  # by the names that the pages use
 OTHERS = {"load_ext", "px"}  # magics of IPython and ipyparallel
 
@@ -27,11 +31,15 @@ def test_there_are_blocks_on_the_pages():
     assert {block.page for block in PYTHON} >= {page for page in PAGES if page.name in ("README.md", "state.md")}
     assert len(PYTHON) > 30
     assert len(MAGICS) > 10
+    assert len(COMMANDS) > 6
 
 
 def test_the_readmes_example_is_the_quickstart():
-    """Line for line, but for the host that is removed again; and its blocks go as they are into cells."""
-    left_out = {"%elastic_remove 127.0.0.2", "%elastic_wait --world 2"}
+    """Line for line, but for the host that is removed again and the accuracy; and its blocks go as they are into cells."""
+    removal = {"%elastic_remove 127.0.0.2", "%elastic_wait --world 2"}
+    accuracy = {cell for cell in cells("01_quickstart.ipynb") if cell.startswith("# NBVAL_IGNORE_OUTPUT\nprint(")}
+    left_out = removal.union(*(cell.splitlines() for cell in accuracy))
+    assert len(accuracy) == 1
     shown = [line for block in example() for line in block.code.splitlines() if line]
     run = [line for cell in cells("01_quickstart.ipynb") for line in cell.splitlines() if line]
     assert shown == [line for line in run if line not in left_out]
@@ -64,6 +72,21 @@ def test_python_blocks_parse(block):
 def test_bash_blocks_parse(block):
     done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_toml_blocks_parse(block):
+    assert tomllib.loads(block.code)
+
+
+@pytest.mark.parametrize(("block", "line"), COMMANDS, ids=str)
+def test_commands_and_their_options_exist(block, line):
+    """Each line of a terminal that begins with `nbelastic` is parsed as the command itself does it."""
+    _, *words = shlex.split(line, comments=True)
+    try:
+        _parser().parse_args(words)
+    except SystemExit:
+        pytest.fail(f"{block} has a command that nbelastic refuses: {line}")
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)

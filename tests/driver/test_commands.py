@@ -107,7 +107,7 @@ def test_stop_returns_when_the_cluster_has_ended(start_hostless, run_command):
 
 
 def test_logs_are_in_order_of_arrival(start_hostless, run_command):
-    """`logs` print_as_worker lines in order of arrival, of all ranks or of one, with `--tail` only the last ones."""
+    """`logs` prints lines in order of arrival, of all ranks or of one, with `--tail` only the last ones."""
     cluster = start_hostless()
     assert run_command("logs") == ("", "nbelastic: no job has run yet on 'quiet'.\n", 1)
     job = cluster.run(os.getpid)
@@ -133,7 +133,7 @@ def test_logs_begin_with_times_if_asked(start_hostless, run_command):
 
 
 def test_follow_prints_each_line_once_until_the_job_ends(start_hostless, capsys):
-    """`logs -f` print_as_worker each line once, and ends with the job."""
+    """`logs -f` prints each line once, and ends with the job."""
     cluster = start_hostless()
     following = threading.Thread(target=main, args=(["logs", "-f", "--tail", "1"],))
     following.start()
@@ -153,7 +153,7 @@ def test_follow_prints_each_line_once_until_the_job_ends(start_hostless, capsys)
 
 
 def test_attach_prints_events_and_output_until_the_cluster_stops(start_hostless, capsys):
-    """`attach` print_as_worker the events and output of each job, and ends with the cluster."""
+    """`attach` prints the events and output of each job, and ends with the cluster."""
     cluster = start_hostless()
     following = threading.Thread(target=main, args=(["attach"],))
     following.start()
@@ -194,7 +194,7 @@ def test_control_sequences_in_output_are_removed(start_hostless, run_command):
 
 
 def test_a_follower_prints_new_lines_and_how_many_it_missed(start_hostless, capsys):
-    """A follower print_as_worker lines that follow its first poll, and the number of lines that it missed."""
+    """A follower prints lines that follow its first poll, and the number of lines that it missed."""
     cluster = start_hostless()
     output, job = Output(), cluster.run(os.getpid)
     output.show(job)
@@ -228,7 +228,7 @@ def test_each_host_is_reported(start_hostless, run_command):
 
 
 def test_follow_says_why_a_job_has_failed(start_hostless, run_command):
-    """`logs -f` of a failed job print_as_worker the traceback, and has exit code 1."""
+    """`logs -f` of a failed job prints the traceback, and has exit code 1."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
     end_job(cluster, job, Outcome(error="ValueError: no data", traceback="Traceback: no data"))

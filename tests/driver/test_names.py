@@ -77,7 +77,7 @@ def fork_child():
 
 
 def test_a_forked_child_does_not_keep_a_detached_cluster(start_hostless):
-    """A client can attach to a cluster although a fork_child child of the kernel still runs."""
+    """A client can attach to a cluster although a forked child of the kernel still runs."""
     cluster = start_hostless(keep=True)
     child = fork_child()
     try:
@@ -102,7 +102,7 @@ signal.pause()
 
 
 def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(clusters_folder):
-    """The lock is released with the process that took it, although a fork_child child still runs."""
+    """The lock is released with the process that took it, although a forked child still runs."""
     kernel = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
     child = int(kernel.stdout.readline())
     try:

@@ -26,6 +26,11 @@ class Block(NamedTuple):
         """Its lines that IPython takes as magics, with their percent signs."""
         return [line.strip() for line in self.code.splitlines() if line.lstrip().startswith("%")]
 
+    def lines_of(self, command: str) -> list[str]:
+        """Its lines that run this command, without a prompt."""
+        lines = [line.removeprefix("$ ") for line in self.code.splitlines()]
+        return [line for line in lines if line.split(" ")[0] == command]
+
     @property
     def python(self) -> str:
         """The rest. Each magic becomes an empty line, so that line numbers stay."""

@@ -1,6 +1,6 @@
 """The marker `soak` is for tests that take long by nature: floods, slow hosts, chaos, thousands of generated examples.
 
-`pytest -m soak` runs all of them. Without `-m soak` a random tenth of them runs, but no more than a minute of them:
+`pytest -m soak` runs all of them. Without `-m soak` a random minute of them runs, and never more than a tenth of them:
 `soak(seconds=20)` says how long a test takes there. One of some seconds has `soak(share=0.5)`: it runs in every second
 run on average, and is not part of that minute. `--soak-seed` chooses which, and seeds hypothesis. The header of the
 run and its summary of failures print the seed, so that a failure can be repeated. Naming a test on the command line
@@ -14,7 +14,7 @@ import random
 import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
 
-SHARE = 0.1  # of the soak tests, in every run
+SHARE = 0.1  # of the soak tests, in every run; the minute is less: about 3 % of them in November 2026
 MOST_SECONDS = 60.0  # of them, in every run
 TYPICAL = 4.0  # seconds of a soak test that does not say how long it takes
 TIMES = 20  # as many generated examples in a soak as in other runs
@@ -72,7 +72,7 @@ def pytest_configure_node(node) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"soak: {'all' if _soaking else 'a random tenth'}, --soak-seed {config.option.soak_seed}"
+    return f"soak: {'all' if _soaking else 'a random minute'}, --soak-seed {config.option.soak_seed}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by `-m`
@@ -120,7 +120,7 @@ def _seconds(item: pytest.Item) -> float:
 
 
 def _drawn(seconds: dict[str, float], seed: int) -> set[str]:
-    """A random tenth by the tests' names; of these, in random order, those for which there is time."""
+    """In random order, as many tests of a random tenth as there is time for. The order and the tenth follow from the names."""
     lots = {name: _lot(name, seed) for name in seconds}
     drawn, left = set[str](), MOST_SECONDS
     for name in sorted(lots, key=lots.__getitem__):
