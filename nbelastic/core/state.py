@@ -381,8 +381,7 @@ def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> 
 
 def without(cluster: ClusterState, ids: Collection[WorkerId], *fields: WorkerSet) -> ClusterState:
     """The state without these workers in these sets."""
-    sets = ((field, getattr(cluster, field)) for field in fields)
-    changed = {field: after for field, before in sets if (after := before - ids) is not before}
+    changed = {field: after for field in fields if (after := (before := getattr(cluster, field)) - ids) is not before}
     return replace(cluster, **changed) if changed else cluster
 
 
