@@ -15,7 +15,7 @@ def now() -> tuple[str, str]:
     return diagrams()
 
 
-@pytest.mark.soak(share=0.5)
+@pytest.mark.soak(share=0.3)
 def test_the_page_shows_what_the_code_does(now):
     """Every transition that can be seen is drawn, with what causes it, and no other."""
     assert drawn(PAGE.read_text()) == list(now), WRITE

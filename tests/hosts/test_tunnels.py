@@ -87,7 +87,7 @@ def test_ssh_is_cut_for_twenty_seconds(network, trains, cut):
     assert len(training.finish(timeout=LONG)) == 3
 
 
-@pytest.mark.soak(share=0.5)
+@pytest.mark.soak(share=0.3)
 def test_a_host_without_its_connection_is_lost_when_the_training_breaks(network, trains):
     """A host that can get no order is lost at once; reached again, its old worker ends and a new one joins."""
     training = trains("h1:1,h2:1,h3:1", min=1)

@@ -71,7 +71,7 @@ def test_a_trainer_trains_on(trains):
     assert list(training.folder.rglob("*.ckpt"))
 
 
-@pytest.mark.soak(share=0.5)
+@pytest.mark.soak(share=0.3)
 def test_fabric_trains_on(trains):
     """A plain loop with `Fabric` in place of Lightning's."""
     training = trains("localhost:3", min=1, preload=["lightning"], program=programs.train_with_fabric)

@@ -16,7 +16,7 @@ from tests.support.processes import agent_of_node, alive, node_pid
 from tests.support.waiting import until
 
 
-@pytest.mark.soak(share=0.5)
+@pytest.mark.soak(share=0.3)
 def test_a_group_restarts_after_each_loss_and_join(make: Callable[..., nbe.Cluster], tmp_path):
     """After each loss of a worker, node or host, and after a join, all workers restart from the last checkpoint."""
     cooldown = (5, 5)  # the others make steps before the lost host is back

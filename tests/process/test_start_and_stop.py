@@ -291,7 +291,7 @@ def test_logs_begin_with_the_first_byte(make):
 
 
 @pytest.mark.cold  # it tests the environment with which a process starts
-@pytest.mark.soak(share=0.5)
+@pytest.mark.soak(share=0.3)
 def test_no_variable_is_set_beside_threads(make):
     """No variable is set while a worker has several threads: `getenv` of C in another thread would crash the process."""
     cluster = make("localhost:1", preload=["tests.process.record_environment"])

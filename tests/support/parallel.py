@@ -1,4 +1,4 @@
-"""`-n 2 --dist loadfile` (pytest-xdist): each worker has a temporary folder of its own, and heavy files take turns.
+"""`-n 3 --dist loadfile` (pytest-xdist): each worker has a temporary folder of its own, and heavy files take turns.
 
 Browser tests come last, with and without `-n`: playwright keeps an event loop running in its thread, and a browser, until
 the end.
