@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -50,6 +51,8 @@ def make_blocking(store: Any, rank: int, size: int, timeout: timedelta) -> NcclD
 
 def register(make: Callable[[Any, int, int, Any], Any] = make_blocking) -> None:
     """Make the name of the double known to torch, which calls `make` for each group."""
+    # The flight recorder of torch 2.15 cannot record a group that is made in Python.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, make, devices=["cpu"])
     dist.Backend._plugins[NAME.upper()] = dist.Backend._BackendPlugin(make, extended_api=False)

@@ -33,7 +33,7 @@ class Work(dist.Work):
 
     def __init__(self, task: Task, outputs: Sequence[torch.Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self.task, self.outputs, self.timeout = task, list(outputs), timeout.total_seconds()
+        self.task, self.outputs, self.most = task, list(outputs), timeout.total_seconds()
         self.begun_at = monotonic()  # the watchdog counts from here, also while the work waits in the stream
         self._ended = threading.Event()
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
@@ -199,7 +199,7 @@ class Communicator:
             running = self._running
             if self._lost and self._sees_lost_peers:
                 self.error = self._lost
-            elif running is not None and monotonic() - running.begun_at > running.timeout:
+            elif running is not None and monotonic() - running.begun_at > running.most:
                 self.error = "timeout"
             if self.error:
                 self._act()
