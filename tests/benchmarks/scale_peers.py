@@ -27,15 +27,15 @@ STORM = 0.02  # seconds within which all other workers raise
 CHECK = 0.05  # seconds after which a host looks again for heartbeats and bundles that are due
 
 
-class Lane:
-    """A worker's socket, which ends at the agent in the same process."""
+class Pipe:
+    """A socket in memory: `deliver` takes what is sent, and `arrived` has what the other end has sent."""
 
-    def __init__(self, relay: Relay, name: str) -> None:
-        self._relay, self._name = relay, name.encode()
+    def __init__(self, deliver: Callable[[list[bytes]], None]) -> None:
+        self._deliver = deliver
         self.arrived: deque[list[bytes]] = deque()
 
     def send_multipart(self, frames: Sequence[bytes], _flags: int = 0) -> None:
-        self._relay.take(self._name, frames, time.monotonic())
+        self._deliver(list(frames))
 
     def recv_multipart(self, _flags: int = 0) -> list[bytes]:
         if not self.arrived:
@@ -44,6 +44,11 @@ class Lane:
 
     def poll(self, _timeout: int, _flags: int) -> bool:
         return True
+
+
+def lane(relay: Relay, name: str) -> Pipe:
+    """A worker's socket, which ends at the agent in the same process."""
+    return Pipe(lambda frames: relay.take(name.encode(), frames, time.monotonic()))
 
 
 class Peer(Client):
@@ -93,7 +98,7 @@ class Host:
 
     def add(self, name: str, receive: Callable[[Any], None]) -> Peer:
         peer = self.peers[name.encode()] = Peer("", None, name, worker_messages.ToWorker, receive)
-        peer.open(Lane(self.agent._relay, name))
+        peer.open(lane(self.agent._relay, name))
         return peer
 
     def send_multipart(self, frames: list[bytes], _flags: int = 0) -> None:

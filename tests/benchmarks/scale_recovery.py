@@ -15,12 +15,9 @@ import cProfile
 import pstats
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import zmq
 
 from nbelastic.driver.dependencies import Dependencies
 from nbelastic.driver.driver_snapshot import SavedJob
@@ -32,30 +29,11 @@ from nbelastic.protocol.timeouts import Timeouts
 from nbelastic.system import versions
 from nbelastic.transport.server import Server
 from tests.benchmarks.scale_driver import SLOTS, NoController, here
-from tests.benchmarks.scale_peers import Lane, Peer, Worker
+from tests.benchmarks.scale_peers import Peer, Pipe, Worker, lane
 from tests.driver.fakes import driver_for, settings_for
 
 SILENCE = 3600.0  # seconds; heartbeats are rarer than any message is late
 MOST = 60  # lines of each table that `--profile` prints
-
-
-class Pipe:
-    """A socket in memory: what is sent arrives at the other end."""
-
-    def __init__(self, deliver: Callable[[list[bytes]], None]) -> None:
-        self._deliver = deliver
-        self.arrived: deque[list[bytes]] = deque()
-
-    def send_multipart(self, frames: Sequence[bytes], _flags: int = 0) -> None:
-        self._deliver(list(frames))
-
-    def recv_multipart(self, _flags: int = 0) -> list[bytes]:
-        if not self.arrived:
-            raise zmq.Again
-        return self.arrived.popleft()
-
-    def poll(self, _timeout: int, _flags: int) -> bool:
-        return True
 
 
 class SocketlessServer(Server):
@@ -100,7 +78,7 @@ class Host:
 
     def _add(self, name: str, receive: Callable[[Any], None]) -> Peer:
         peer = self.peers[name.encode()] = Peer("", None, name, worker_messages.ToWorker, receive, heartbeat=SILENCE)
-        peer.open(Lane(self.agent._relay, name))
+        peer.open(lane(self.agent._relay, name))
         return peer
 
     def send_multipart(self, frames: list[bytes], _flags: int = 0) -> None:

@@ -85,24 +85,29 @@ def test_messages_go_both_ways_in_order(tmp_path):
     asyncio.run(story())
 
 
+@asynccontextmanager
+async def two_workers(folder, monkeypatch):
+    """A driver, two registered workers of one host, and all that it sends from then on: pairs of a peer and frames."""
+    sent = []
+    async with (
+        running_driver(0.1) as driver,
+        running_agent(driver, folder),
+        connected_worker(folder) as first,
+        connected_worker(folder, OTHER_WORKER) as second,
+    ):
+        first.send(ev.WorkerFormed(WORKER, 1))
+        second.send(ev.WorkerFormed(OTHER_WORKER, 1))
+        await until(lambda: len(driver.received) == 2)
+        send_now = Server._send_frames
+        monkeypatch.setattr(Server, "_send_frames", lambda server, *args: (sent.append(args), send_now(server, *args)))
+        yield driver, first, second, sent
+
+
 def test_a_message_to_all_workers_of_a_host_is_sent_once(tmp_path, monkeypatch):
     """The driver sends it, and its heartbeats to these workers, as one message to the agent."""
-    sent = []
 
     async def story():
-        async with (
-            running_driver(0.1) as driver,
-            running_agent(driver, tmp_path),
-            connected_worker(tmp_path) as first,
-            connected_worker(tmp_path, OTHER_WORKER) as second,
-        ):
-            first.send(ev.WorkerFormed(WORKER, 1))
-            second.send(ev.WorkerFormed(OTHER_WORKER, 1))
-            await until(lambda: len(driver.received) == 2)
-            send_now = Server._send_frames
-            monkeypatch.setattr(
-                Server, "_send_frames", lambda server, *args: (sent.append(args), send_now(server, *args))
-            )
+        async with two_workers(tmp_path, monkeypatch) as (driver, first, second, sent):
             driver.server.send_to_all((PEER, f"worker/{OTHER_WORKER}"), worker_messages.Abort(1, "because"))
             await until(lambda: first.received and second.received)
             orders = [frames for peer, frames in sent if any(b"because" in frame for frame in frames)]
@@ -115,26 +120,17 @@ def test_a_message_to_all_workers_of_a_host_is_sent_once(tmp_path, monkeypatch):
 
 def test_workers_of_a_host_share_a_heartbeat(tmp_path, monkeypatch):
     """If the driver has nothing to acknowledge, one frame is its heartbeat for both workers, and both receive it."""
-    sent = []
+    names = {PEER.encode(), f"worker/{OTHER_WORKER}".encode()}
+
+    def shared(sent):
+        """The frames from the first one on that names both workers."""
+        frames = [frame for _, each in sent for frame in each]
+        return next((frames[at:] for at, frame in enumerate(frames) if set(frame.split(b"\n")) == names), None)
 
     async def story():
-        async with (
-            running_driver(0.1) as driver,
-            running_agent(driver, tmp_path),
-            connected_worker(tmp_path) as first,
-            connected_worker(tmp_path, OTHER_WORKER) as second,
-        ):
-            first.send(ev.WorkerFormed(WORKER, 1))
-            second.send(ev.WorkerFormed(OTHER_WORKER, 1))
-            await until(lambda: len(driver.received) == 2)
-            send_now = Server._send_frames
-            monkeypatch.setattr(
-                Server, "_send_frames", lambda server, *args: (sent.extend(args[1]), send_now(server, *args))
-            )
-            names = {PEER.encode(), f"worker/{OTHER_WORKER}".encode()}
-            await until(lambda: any(set(frame.split(b"\n")) == names for frame in sent))
-            at = next(number for number, frame in enumerate(sent) if set(frame.split(b"\n")) == names)
-            assert sent[at + 1 : at + 3] == [b"", HEARD]
+        async with two_workers(tmp_path, monkeypatch) as (_, first, second, sent):
+            _, *heartbeat = (await until(lambda: shared(sent)))[:3]
+            assert heartbeat == [b"", HEARD]
             now = time.monotonic()
             await until(lambda: first.heard_at > now and second.heard_at > now)
 
