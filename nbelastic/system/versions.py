@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from functools import cache
 
-TESTED_TORCH = ("2.11", "2.13", "2.14")  # see tests/matrix.sh
+TESTED_TORCH = ("2.11", "2.13", "2.14", "2.15")  # see tests/matrix.sh
 
 
 def installed() -> dict[str, str]:

@@ -279,9 +279,8 @@ class Client:
                 self._delivery.hear(now)
             elif (not heads or self._delivery.receive(heads[0], now)) and frame:
                 self._handle_frame(frame)
-        if (
-            self._delivery.received_since_head >= RETRANSMIT_BATCH
-        ):  # fewer are acknowledged by the next message or heartbeat
+        # Fewer are acknowledged by the next message or heartbeat.
+        if self._delivery.received_since_head >= RETRANSMIT_BATCH:
             self._send_all(socket, [(self._delivery.head(), b"")])
 
     def _send_to_processes(self, bundle: list[bytes]) -> None:

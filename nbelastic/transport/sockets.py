@@ -25,9 +25,8 @@ RELAY = "relay"  # the name of an agent's socket for the processes of its host
 
 DISCONNECTED = [b""]  # sent by a relay that has no connection to the driver
 
-HEARD = (
-    b"+"  # a heartbeat for a process behind a relay that has sent no message since the last head: one for all of a host
-)
+# A heartbeat for a process behind a relay that has sent no message since the last head: one for all of a host.
+HEARD = b"+"
 
 MAX_READ = 16 * MAX_MESSAGE  # bytes; ZeroMQ closes a connection that sends a longer message
 

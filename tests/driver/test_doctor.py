@@ -47,7 +47,9 @@ def test_each_problem_of_a_host_says_what_to_do():
             "wrong",
             "torch 2.12.0+cpu there, 2.13.0 here: install the same versions there, or name another Python with --python.",
         ),
-        Finding("gpu1", "warning", "torch 2.12.0+cpu: nbelastic was not tested with it, but with 2.11, 2.13, 2.14."),
+        Finding(
+            "gpu1", "warning", "torch 2.12.0+cpu: nbelastic was not tested with it, but with 2.11, 2.13, 2.14, 2.15."
+        ),
         Finding("gpu1", "wrong", "GPU a: NVML has reported Xid 79: workers will not use it."),
         Finding(
             "gpu1", "wrong", "its torch is built without CUDA, so its GPUs stay unused: install a build with CUDA."

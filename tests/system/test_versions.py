@@ -48,7 +48,7 @@ def test_a_torch_that_was_not_tested_is_named():
     assert versions.untested({"torch": "2.13.0+cu130"}) == versions.untested({}) == ""
     assert (
         versions.untested({"torch": "2.99.1"})
-        == "torch 2.99.1: nbelastic was not tested with it, but with 2.11, 2.13, 2.14"
+        == "torch 2.99.1: nbelastic was not tested with it, but with 2.11, 2.13, 2.14, 2.15"
     )
 
 
