@@ -24,7 +24,6 @@ from nbelastic.core.state import ClusterState, Host, HostPhase
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
-PROBE_PATIENCE = 5.0  # seconds that an agent may take to report its probes
 AT_ONCE = 32  # partners in one round of probes
 NAMED = 3  # hosts in a text
 
@@ -157,7 +156,7 @@ def _probe(
     out.extend(probes)
     names = tuple(p.spec.name for p in partners)
     awaited = frozenset((probe.host, probe.target) for probe in probes)
-    admission = Admission(number, names, own, now + PROBE_PATIENCE, awaited, passed=passed)
+    admission = Admission(number, names, own, now + cluster.limits.timeouts.probe, awaited, passed=passed)
     cluster = with_host(cluster, replace(host, reason=f"its network is probed with {_listed(names)}"))
     return replace(cluster, last_probe=number, probing={**cluster.probing, name: admission})
 
@@ -177,7 +176,7 @@ def _decide(cluster: ClusterState, host: Host, admission: Admission, now: float,
         own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
     common = {p.spec.name: _common_addresses(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
     if not own or not all(common.values()):
-        reason = _describe_failure(host, admission, partners, common)
+        reason = _describe_failure(host, admission, partners, common, cluster.limits.timeouts.probe)
         return losses.exclude_host(cluster, name, reason, now, out, kind="host-unreachable")
     for partner_name, where in common.items():
         cluster = _agree_with_partner(cluster, cluster.hosts[partner_name], where, now, out)
@@ -213,16 +212,16 @@ def _admit(cluster: ClusterState, host: Host, agreed: tuple[str, ...], now: floa
 
 
 def _describe_failure(
-    host: Host, admission: Admission, partners: list[Host], common: dict[str, tuple[str, ...]]
+    host: Host, admission: Admission, partners: list[Host], common: dict[str, tuple[str, ...]], seconds: float
 ) -> str:
-    """Which host did not reach which, as text."""
+    """Which host did not reach which within `seconds`, as text."""
     name, answers = host.spec.name, admission.answers
     names = [p.spec.name for p in partners]
     unanswered = sorted({prober for prober, _ in admission.awaited})
     if name in unanswered:
-        return f"did not report within {PROBE_PATIENCE:g} s whether it reaches {_listed(names)}"
+        return f"did not report within {seconds:g} s whether it reaches {_listed(names)}"
     if unanswered:
-        return f"{_listed(unanswered)} did not report within {PROBE_PATIENCE:g} s whether {name} is reached"
+        return f"{_listed(unanswered)} did not report within {seconds:g} s whether {name} is reached"
     unreached = [f"{p.spec.name} at {p.address}" for p in partners if not common[p.spec.name]]
     if unreached:
         return f"reaches the driver but not its peers ({', '.join(unreached)})"

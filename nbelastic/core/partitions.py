@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import losses
 from nbelastic.core.commands import Commands
-from nbelastic.core.host_admission import PROBE_PATIENCE
 from nbelastic.core.host_slots import with_host
 from nbelastic.core.probes import PartitionCheck
 from nbelastic.core.state import ClusterState
@@ -45,7 +44,7 @@ def begin(cluster: ClusterState, now: float, out: Commands, suspected: Collectio
     for prober, target in probes:
         host = cluster.hosts[target]
         out.append(cmd.Probe(prober, target, (host.address,), host.port, number))
-    awaited, until = frozenset(probes), now + PROBE_PATIENCE
+    awaited, until = frozenset(probes), now + cluster.limits.timeouts.probe
     check = replace(cluster.partition_check, number=number, until=until, awaited=awaited)
     check = replace(check, pairs=pairs, fully_probed=tuple(chosen))
     return replace(cluster, last_probe=number, partition_check=check)

@@ -17,8 +17,6 @@ from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
 FAR = 30 * 86400.0  # seconds: the end of a host that is further away is not shown
-LEAVE_TIME = 30.0  # seconds before its end in which a host with a successor drains, though that is not up yet
-SAVE_TIME = 10.0  # seconds before its last host ends in which a training may write a checkpoint; half of a short notice
 
 HostsEvent = ev.HostAdded | ev.HostRemoved | ev.HostsDiscovered | ev.Scaled
 
@@ -66,7 +64,8 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     if host is None:
         return cluster
     if event.within is not None:
-        ending = Ending(now + event.within, now + max(event.within - SAVE_TIME, event.within / 2), by=by)
+        saves_after = max(event.within - cluster.limits.timeouts.checkpoint, event.within / 2)
+        ending = Ending(now + event.within, now + saves_after, by=by)
         known = cluster.ending.get(name, ending)
         ending = min(known, ending, key=lambda each: each.at)
         successor = known.successor if event.replaced else ""
@@ -94,7 +93,7 @@ def succession_at(cluster: ClusterState, ending: Ending) -> float:
     if not ending.successor:
         return NEVER
     successor = cluster.hosts.get(ending.successor)
-    return 0.0 if successor is None or successor.is_up else ending.at - LEAVE_TIME
+    return 0.0 if successor is None or successor.is_up else ending.at - cluster.limits.timeouts.drain
 
 
 def drain_succeeded_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

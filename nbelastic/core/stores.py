@@ -7,8 +7,6 @@ from nbelastic.core.state import ClusterState
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.addresses import address_of
 
-STORE_PATIENCE = 2.0  # seconds that a worker may take to offer a store at a new address
-
 
 def has_store(cluster: ClusterState, w: WorkerId) -> bool:
     """Whether it offers a store at its host's present address."""
@@ -19,7 +17,7 @@ def has_store(cluster: ClusterState, w: WorkerId) -> bool:
 def new_store_by(cluster: ClusterState, w: WorkerId) -> float:
     """Until when to wait for its store at the host's new address; 0.0: do not wait."""
     moved_at = cluster.hosts[w.host].moved_at
-    return moved_at + STORE_PATIENCE if moved_at and not has_store(cluster, w) else 0.0
+    return moved_at + cluster.limits.timeouts.store if moved_at and not has_store(cluster, w) else 0.0
 
 
 def with_store_first(cluster: ClusterState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:

@@ -21,6 +21,10 @@ class Timeouts(Struct, frozen=True):
     agent: float = 120.0  # a host's agent connects; else the host is lost, and tried again
     environment: float = 1800.0  # an environment for the requirements is made; else the host is lost, and tried again
     worker: float = 300.0  # a worker can run code; else it is replaced
+    probe: float = (
+        5.0  # agents report whether hosts reach one another; else a newcomer is left out, or the pair is unknown
+    )
+    store: float = 2.0  # at its host's new address a worker offers a store; else another worker becomes rank 0
     settle: float = 1.0  # other starting workers are ready, beside a newcomer; else it does not wait for them
     grace: float = 1.0  # a lost worker explains a broken connection; else the generation breaks without explanation
     program: float = 3600.0  # programs reach the elastic function, while other members wait there; else the job fails
@@ -41,6 +45,8 @@ class Timeouts(Struct, frozen=True):
     end: float = 30.0  # an agent reports the end of a worker that must end; else it counts as ended
     notice: float = 30.0  # an agent's workers leave after SIGTERM; else they end with it
     successor: float = 300.0  # before its time limit, a Slurm job's successor starts; else that job ends without it
+    drain: float = 30.0  # before its host ends, the host's successor is up; else the host's workers leave without it
+    checkpoint: float = 10.0  # before the last host ends, a checkpoint is written; half of a notice that is short
     close: float = 5.0  # agents end when the cluster is stopped; else the driver does not wait for them
 
     def prepare_for(self, size: int) -> float:

@@ -16,7 +16,6 @@ from nbelastic.core.reasons import in_words
 from nbelastic.core.setup_cells import lacking
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
 from nbelastic.core.step import deadline, step
-from nbelastic.core.stores import STORE_PATIENCE
 from nbelastic.driver.decisions import IN_BATCHES
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
@@ -311,7 +310,9 @@ def check_stores(story: Story, event: ev.Event, commands: tuple[cmd.Command, ...
             continue
         if order.generation in story.prepared:
             continue
-        assert story.now >= host.moved_at + STORE_PATIENCE, f"{order.store} was left for {host.address}"
+        assert story.now >= host.moved_at + story.cluster.limits.timeouts.store, (
+            f"{order.store} was left for {host.address}"
+        )
         hosts = {w: story.cluster.hosts[w.host] for w in order.members}
         fresh = [w for w, h in hosts.items() if not h.moved_at or address_of(story.stores[w]) == h.address]
         assert not fresh, f"{order.store} was left for {host.address}; {fresh} have offered others"

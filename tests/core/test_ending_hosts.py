@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.requests import FAR, LEAVE_TIME, SAVE_TIME
+from nbelastic.core.requests import FAR
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.driver.status import snapshot
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
 from tests.core.story import Story, wid, with_stage
 
@@ -102,8 +103,8 @@ def test_a_newcomer_takes_over_from_the_only_member():
 
 def test_without_another_host_the_training_is_stopped_in_time_to_save_it():
     """The job ends as stopped some seconds before the host does, so that rank 0 can write a last checkpoint."""
-    story = Story("a:1", min=1).run().commit(3)
-    story.remove("a", within=60.0).quiet(60.0 - SAVE_TIME - 1.0)
+    story = Story("a:1", min=1, timeouts=Timeouts(checkpoint=20.0)).run().commit(3)
+    story.remove("a", within=60.0).quiet(39.0)
     assert story.job.outcome == ""
     story.wait(2.0)
     assert story.job.outcome == "stopped"
@@ -155,7 +156,9 @@ def test_a_last_checkpoint_is_not_cut_off():
 def test_the_host_that_ends_last_trains_on(first, last):
     """If all hosts were announced to end, each leaves before its own end. The job is stopped only before the last one."""
     story = Story("a:1", "b:1", min=1).run().commit(3)
-    story.remove(first, within=30.0).remove(last, within=300.0).quiet(5.0).commit(3).quiet(280.0 - SAVE_TIME)
+    story.remove(first, within=30.0).remove(last, within=300.0).quiet(5.0).commit(3).quiet(
+        280.0 - Timeouts().checkpoint
+    )
     assert story.names == [f"{last}/0#1"]
     assert list(story.cluster.hosts) == [last]
     assert failures(story) == []
@@ -195,7 +198,9 @@ def test_another_host_takes_the_place_of_one_that_ends():
 def test_a_host_trains_on_until_its_successor_is_up(hosts):
     """It leaves some time before its end at the latest. If it is the only one, it stays for the state even then."""
     story = healthy(*hosts)
-    story.remove("a", within=100.0, replaced=True).wait(100.0 - LEAVE_TIME - 1.0)  # the next one waits in the queue
+    story.remove("a", within=100.0, replaced=True).wait(
+        100.0 - Timeouts().drain - 1.0
+    )  # the next one waits in the queue
     assert wid("a/0#1") in story.cluster.members
     assert not story.cluster.leaving
     story.wait(2.0)

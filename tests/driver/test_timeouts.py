@@ -24,7 +24,7 @@ def test_a_batch_job_may_wait_in_its_queue():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"timeouts": {"recovr": 5}}, "timeouts: 'recovr' is not one of agent, environment, worker, settle"),
+        ({"timeouts": {"recovr": 5}}, "timeouts: 'recovr' is not one of agent, environment, worker, probe, store"),
         ({"timeouts": {"form": 0}}, "timeouts: form=0: more than 0 seconds"),
         ({"timeouts": {"form": float("inf")}}, "timeouts: form=inf: .* not endless"),
         ({"timeouts": {"form": "soon"}}, "timeouts: form='soon' is not a number of seconds"),
