@@ -45,9 +45,6 @@ from nbelastic.protocol.connection_events import EnvironmentReported, HostDiscon
 
 __all__ = ["deadline", "step"]
 
-# With many workers they come in thousands.
-_FREQUENT = (ev.WorkerReady, ev.WorkerFormed, ev.WorkerRaised, ev.LeaveAcknowledged, ev.StoreOffered, ev.WorkerPrepared)
-
 _WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING)
 
 
@@ -63,7 +60,7 @@ def step(
     cluster = deadlines.act(cluster, now, out)
     worker = getattr(event, "worker", None)
     if worker is None or worker in cluster.workers:
-        handle = _handle_worker_event if isinstance(event, _FREQUENT) else _handle
+        handle = _handle if worker is None else _handle_worker_event  # those of workers come in thousands
         cluster = handle(cluster, event, now, out)
     if more and _only_waits(before, cluster):
         return cluster, tuple(out)
@@ -135,8 +132,6 @@ def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -
             return partitions.probed(host_admission.probed(cluster, event), event)
         case ev.ExternalAccessOpened(address=address):
             return host_admission.external_access_opened(cluster, address, now, out)
-        case ev.RestartRequested(worker=w, by=by):
-            return requests.restart_worker(cluster, w, by, now, out)
         case ev.SetupSubmitted():
             return setup_cells.submit(cluster, event, now, out)
         case ev.SetupCleared(key=key):
@@ -194,6 +189,8 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
             return reconfiguration.worker_prepared(cluster, event, now)
         case ev.WorkerStarted(worker=w, pid=pid):
             return with_worker(cluster, replace(cluster.workers[w], pid=pid))
+        case ev.RestartRequested(worker=w, by=by):
+            return requests.restart_worker(cluster, w, by, now, out)
         case ev.WorkerExited():
             return losses.worker_exited(cluster, event, now, out)
         case ev.WorkerFrozen():

@@ -32,6 +32,9 @@ from nbelastic.core.takeover_hosts import OFFLINE, Reports
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.worker_messages import WorkerReport
+
+TOO_LATE = "it answered a new driver too late"
 
 
 def resume(
@@ -72,6 +75,12 @@ def resume(
             ready = ev.AgentReady(name, agent.pid, agent.addresses, agent.port, problem, gpus=agent.gpus)
             cluster = _handle(cluster, ready, now, out)
     return _handle(cluster, ev.Ticked(), now, out), tuple(out)
+
+
+def is_too_late(cluster: ClusterState, report: WorkerReport) -> bool:
+    """Whether a worker that reports after the takeover runs a program that cannot go on: it missed what was decided."""
+    is_in = report.formed and report.generation == cluster.generation and report.worker in cluster.member_set
+    return report.busy and (not is_in or report.has_promised or report.last_event is not None)
 
 
 def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:

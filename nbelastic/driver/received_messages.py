@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, rank_text
+from nbelastic.core.takeover import TOO_LATE, is_too_late
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.cells import Cells
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.code_versions import CodeVersions
 from nbelastic.driver.debuggers import Debuggers
-from nbelastic.driver.decisions import REPORTED_AGAIN
+from nbelastic.driver.decisions import IN_BATCHES
 from nbelastic.driver.dependencies import MessageServer
 from nbelastic.driver.engines import Engines
 from nbelastic.driver.event_log import EventLog
@@ -105,7 +106,7 @@ class ReceivedMessages:
             self._scripts.receive(peer, self._stamped(message))
         elif self.takeover is not None and isinstance(message, Report):
             self.takeover.add(message)
-        elif isinstance(message, REPORTED_AGAIN):  # the most frequent ones
+        elif isinstance(message, IN_BATCHES):  # they come in thousands
             self._handle_event(message)
         else:
             self._handle_other(peer, message)
@@ -245,9 +246,8 @@ class ReceivedMessages:
         cluster = self._cluster()
         if report.worker not in cluster.workers:
             return
-        is_in = report.formed and report.generation == cluster.generation and report.worker in cluster.member_set
-        if report.busy and (not is_in or report.has_promised or report.last_event is not None):
-            self._post(ev.WorkerFrozen(report.worker, "it answered a new driver too late"))
+        if is_too_late(cluster, report):
+            self._post(ev.WorkerFrozen(report.worker, TOO_LATE))
         else:
             self.adopt_worker(report)
 

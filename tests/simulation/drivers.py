@@ -130,8 +130,7 @@ class Drivers:
         cluster = world.cluster
         if w not in cluster.workers:
             return
-        is_in = report.formed and report.generation == cluster.generation and w in cluster.member_set
-        if report.busy and (not is_in or report.has_promised or report.last_event is not None):
-            world.post(ev.WorkerFrozen(w, "it answered a new driver too late"))
+        if takeover.is_too_late(cluster, report):
+            world.post(ev.WorkerFrozen(w, takeover.TOO_LATE))
         elif report.is_ready:
             world.post(ev.WorkerRegistered(w))
