@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbelastic.state.contents import Contents
 from nbelastic.state.tensor_snapshot import TensorSnapshot
 
+_signature = functools.lru_cache(maxsize=2)(inspect.signature)  # it takes longer than the rest of a patch
 MOST_CHECKS = 100  # of one DDP: a program that reduces its gradients itself never has buckets made
 
 
@@ -30,7 +31,7 @@ def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callabl
     gigabytes, of garbage. `check()` comes before that, and after an error of it.
     """
     original, forward = DistributedDataParallel.__init__, DistributedDataParallel._pre_forward
-    signature = inspect.signature(original)
+    signature = _signature(original)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> None:

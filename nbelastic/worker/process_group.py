@@ -149,7 +149,8 @@ class Group:
                 building.result()
         with _as_runtime_error():
             self._init(formation)
-            self._default = {**(self._default or {}), **self._complete()}  # with those that were closed meanwhile
+            if self._communicators is not None:  # they have opened more
+                self._default = {**(self._default or {}), **self._complete()}  # with those that were closed meanwhile
         offer.admit_only(self.peers if offer is self._offer else ())
 
     def _make_for_torch(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT, **_options: Any) -> Any:

@@ -20,16 +20,18 @@ class Connections:
 
     def __init__(self) -> None:
         self._before = open_sockets()
+        self._found: set[str] = set()  # the inodes of those that were connected: they stay what they are
         self.ports: frozenset[int] = frozenset()  # of this process's listeners
         self.others: frozenset[Endpoint] = frozenset()  # listeners of other members, and the store
 
     def now(self) -> dict[str, int]:
         """The open ones: `socket:[inode]` -> file descriptor. In any thread."""
         new = {inode: fd for inode, fd in open_sockets().items() if inode not in self._before}
-        return {inode: fd for inode, fd in new.items() if self._is_one(fd)}
+        self._found.update(inode for inode, fd in new.items() if inode not in self._found and self._is_one(fd, inode))
+        return {inode: fd for inode, fd in new.items() if inode in self._found}
 
-    def _is_one(self, fd: int) -> bool:
-        with borrowed(fd) as ours:
+    def _is_one(self, fd: int, inode: str) -> bool:
+        with borrowed(fd, inode) as ours:
             if ours is None:
                 return False
             with contextlib.suppress(OSError):  # not connected any more, or not yet
@@ -40,15 +42,17 @@ class Connections:
 def open_sockets() -> dict[str, int]:
     """The sockets of this process: `socket:[inode]` -> file descriptor."""
     found: dict[str, int] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            found[target] = min(
-                int(name), found.get(target, int(name))
-            )  # the higher ones are duplicates: see `borrowed`
+    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in os.listdir(folder):
+            try:
+                target = os.readlink(name, dir_fd=folder)  # not os.fstat: it waits for a network file system
+            except OSError:
+                continue
+            if target.startswith("socket:"):  # the higher ones are duplicates: see `borrowed`
+                found[target] = min(int(name), found.get(target, int(name)))
+    finally:
+        os.close(folder)
     return found
 
 
