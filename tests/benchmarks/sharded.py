@@ -27,6 +27,7 @@ from typing import Any
 
 import nbelastic as nbe
 from tests.benchmarks import recovery, sharded_floor, sharded_peers, sharded_programs
+from tests.benchmarks.bare import processes
 
 N = 4
 PATIENCE = 120.0
@@ -74,7 +75,7 @@ def kill(count: int) -> Figures:
     names = ("next", "lost", "ratio", "ratio, no step", "load average")
     found: Figures = {name: [] for name in (*names, *PHASES)}
     with (
-        sharded_floor.processes(sharded_floor.Floor) as bare,
+        processes(sharded_floor.Floor, sharded_floor.NEW) as bare,
         recovery.training(f"localhost:{N}", sharded_programs.record, min=1, max=N) as (cluster, folder),
     ):
         at = 0.0
@@ -205,7 +206,7 @@ def steady(rounds: int, batch: int, steps: int, every: int = 4) -> Figures:
 def reshard(rounds: int) -> Figures:
     """Move the parameters, and parameters with AdamW's tensors, from four ranks to three, bare and by nbelastic."""
     found: Figures = {}
-    with sharded_floor.processes(sharded_floor.Resharding) as one_round:
+    with processes(sharded_floor.Resharding, sharded_floor.NEW) as one_round:
         every = [one_round() for _ in range(rounds)]
     for marks in every:
         ends = {name: max(rank[name] for rank in marks) for name in marks[0]}

@@ -6,11 +6,8 @@ the whole; `Resharding` times the moves alone, and those of nbelastic in turn.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +15,6 @@ from tests.benchmarks.sharded_programs import LAYERS, WIDTH, one_step, sharded
 
 OLD, NEW = 4, 3
 HOLDERS = {0: (0,), 1: (1,), 2: (2,), 3: (1,)}  # old rank -> who has its shard now
-PATIENCE = 120.0
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 Marks = list[tuple[str, float]]
 
@@ -210,51 +206,3 @@ class Resharding:
         expected = torch.tensor([float(row // -(-WIDTH // OLD)) for row in range(first, last)])
         if not all(torch.equal(tensor[:, 0], expected) and torch.equal(tensor[:, -1], expected) for tensor in tensors):
             raise AssertionError(f"rank {self._rank} has other rows than those of the old ranks")
-
-
-def _serve(kind: Callable[[int], Any], rank: int, pipe: Any, barrier: Any) -> None:
-    """Run a round at each message, which has the port of a store; rank 0 receives 0, makes the store, and sends its port."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // OLD))  # as nbelastic's workers
-    task = kind(rank)
-    while (port := pipe.recv()) is not None:
-        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-        pipe.send(store.port)
-        pipe.send(task.round(store, lambda: barrier.wait(PATIENCE)))
-
-
-@contextmanager
-def processes(kind: Callable[[int], Any]) -> Iterator[Callable[[], list[dict[str, float]]]]:
-    """Start three processes; yield a function that runs a round and returns the marks of each rank."""
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(NEW)
-    pairs = [context.Pipe() for _ in range(NEW)]
-    started = [context.Process(target=_serve, args=(kind, r, pair[1], barrier)) for r, pair in enumerate(pairs)]
-    for process in started:
-        process.start()
-    pipes = [pair[0] for pair in pairs]
-
-    def receive(pipe: Any) -> Any:
-        if not pipe.poll(PATIENCE):
-            raise TimeoutError(f"the bare processes did nothing for {PATIENCE:.0f} s")
-        return pipe.recv()
-
-    def one_round() -> list[dict[str, float]]:
-        pipes[0].send(0)
-        port = receive(pipes[0])
-        for pipe in pipes[1:]:
-            pipe.send(port)
-            receive(pipe)
-        return [dict(receive(pipe)) for pipe in pipes]
-
-    try:
-        one_round()  # the first time, everything is new
-        yield one_round
-    finally:
-        for pipe in pipes:
-            pipe.send(None)
-        for process in started:
-            process.join(10)
-            process.kill()
