@@ -16,6 +16,7 @@ from nbelastic.system.private_files import replace_private
 from nbelastic.system.private_sockets import connect_in
 from tests.core.story import wid
 from tests.support import driver_thread
+from tests.support.processes import run_folder
 
 
 def driver_of(cluster):
@@ -41,7 +42,7 @@ class RawClient:
     """A client that sends any message."""
 
     def __init__(self, cluster: nbe.Cluster) -> None:
-        self.socket = connect_in(cluster._link.run_folder.path, u.SOCKET)
+        self.socket = connect_in(run_folder(cluster), u.SOCKET)
         self.socket.settimeout(10)
         self._frames, self._messages = u.Frames(u.FROM_DRIVER), []
 

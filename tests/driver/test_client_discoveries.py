@@ -115,6 +115,6 @@ def test_a_script_that_was_attached_with_is_remembered(start_hostless, tmp_path)
     cluster = start_hostless(keep=True)
     nbe.Cluster.attach("quiet", discovery=str(script)).detach()
     assert nbe.Cluster.attach("quiet")._link.configuration.arguments["discovery"] == str(script)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     with nbe.Cluster.attach("quiet") as again:
         assert again._link.configuration.arguments["discovery"] == str(script)

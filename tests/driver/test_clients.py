@@ -17,16 +17,18 @@ from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
+from nbelastic.protocol.run_folder import RunFolder
 from tests.core.story import wid
 from tests.driver.hostless_cluster import NoHosts
 from tests.driver.raw_client import RawClient, driver_of, in_driver
 from tests.support import driver_thread
+from tests.support.processes import run_folder
 from tests.support.waiting import until
 
 
 def test_only_the_user_may_connect(start_hostless):
     """Only the user may open the socket and its folder."""
-    path = start_hostless()._link.run_folder.path
+    path = run_folder(start_hostless())
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE((path / u.SOCKET).stat().st_mode) == 0o600
 
@@ -59,7 +61,7 @@ def test_a_client_of_another_version_is_refused(start_hostless, monkeypatch):
     with monkeypatch.context() as other:
         other.setattr(u, "fingerprint", iter(["other", "ours"]).__next__)  # the client's, then the driver's
         with pytest.raises(nbe.UsageError, match="their messages differ: use nbelastic"):
-            Connection(cluster._link.run_folder.path)
+            Connection(run_folder(cluster))
     with RawClient(cluster) as raw:
         raw.send(u.Ask(1, u.encoded(r.Stop("nobody"))))
         raw.send(u.ClientHello("1", u.fingerprint()))
@@ -218,24 +220,24 @@ def test_a_kept_cluster_ends_with_its_lease(start_hostless, monkeypatch):
         until(lambda: lease_clock.reads > before + 1 or driver.cluster.stopping)
 
     cluster = start_hostless(keep=True, lease=60.0)
-    driver, run_folder = driver_of(cluster), cluster._link.run_folder
+    driver, folder = driver_of(cluster), RunFolder(cluster.name)
     cluster.detach()
     let_pass(50.0)
     nbe.Cluster.attach("quiet", discovery=NoHosts()).detach()
     let_pass(50.0)
     assert not driver.cluster.stopping
     let_pass(20.0)
-    until(lambda: not run_folder.path.exists())
+    until(lambda: not folder.path.exists())
     assert driver.cluster.stopping == "no client has been connected for 60 s"
 
 
 def test_a_faulty_driver_without_clients_ends_with_the_lease(start_hostless, monkeypatch):
     """A driver that makes no more decisions still ends with the lease."""
     cluster = start_hostless(keep=True, lease=1.0, silence=1.0)
-    run_folder = cluster._link.run_folder
+    folder = RunFolder(cluster.name)
     in_driver(cluster, lambda driver: driver.stop_deciding(ev.Ticked(), KeyError("x")))
     cluster.detach()
-    until(lambda: not run_folder.path.exists())
+    until(lambda: not folder.path.exists())
 
 
 def test_a_kernel_sees_why_its_driver_stopped_at_once(start_hostless, monkeypatch, tmp_path):
@@ -265,7 +267,7 @@ def test_a_cluster_whose_lock_is_removed_ends(start_hostless, monkeypatch):
     """A cluster stops when its lock file was removed, because no client can find it any more."""
     monkeypatch.setattr(client_lease, "CHECK_INTERVAL", 0.05)
     cluster = start_hostless()
-    cluster._link.run_folder.lock.unlink()
+    RunFolder(cluster.name).lock.unlink()
     until(lambda: cluster.status().reason == "stopped: its lock file was removed")
 
 

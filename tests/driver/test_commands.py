@@ -17,6 +17,7 @@ from nbelastic.driver.results import Outcome
 from nbelastic.protocol import messages
 from tests.core.story import wid
 from tests.driver.raw_client import blob, end_job, in_driver
+from tests.support.processes import run_folder
 from tests.support.waiting import until
 
 
@@ -102,7 +103,7 @@ def test_stop_returns_when_the_cluster_has_ended(start_hostless, run_command):
     assert cluster.job.wait(10).status == "stopped"
     assert run_command("stop --job") == ("quiet: no job is running.\n", "", 0)
     assert run_command("stop quiet") == ("quiet: stopped.\n", "", 0)
-    assert not cluster._link.run_folder.path.exists()
+    assert not run_folder(cluster).exists()
     assert cluster.status().reason.startswith("stopped: stopped by nbelastic stop (")
 
 

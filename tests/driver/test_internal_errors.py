@@ -28,6 +28,7 @@ from nbelastic.system import fault_handling
 from tests.core.story import wid
 from tests.driver.fakes import DriverWithFakes, run_story
 from tests.driver.hostless_cluster import NoHosts
+from tests.support.processes import run_folder
 from tests.support.waiting import until
 
 
@@ -71,7 +72,7 @@ def test_a_fault_in_a_decision_ends_all_decisions(start_hostless, monkeypatch, c
     assert [bool(record.exc_info) for record in caplog.records] == [True]
     cluster.stop()
     assert cluster.status().phase == "finished"
-    assert not cluster._link.run_folder.path.exists()
+    assert not run_folder(cluster).exists()
 
 
 def test_a_button_stops_a_cluster_after_a_fault(start_hostless, monkeypatch):

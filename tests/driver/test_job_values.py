@@ -12,6 +12,7 @@ from nbelastic.protocol import messages
 from tests.driver.hostless_cluster import NoHosts
 from tests.driver.raw_client import blob, end_job, in_driver
 from tests.support import driver_thread
+from tests.support.processes import run_folder
 from tests.support.waiting import until
 
 
@@ -21,10 +22,10 @@ def test_a_result_outlives_its_cluster(start_hostless, where):
     cluster = start_hostless()
     job = cluster.run(os.getpid)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
-        path = cluster._link.run_folder.path / "results" / job.name / "value" if where == "file" else None
+        path = run_folder(cluster) / "results" / job.name / "value" if where == "file" else None
         end_job(cluster, job, Outcome(value=blob({"loss": 0.5}, path)))
         cluster.stop()
-        assert not cluster._link.run_folder.path.exists()
+        assert not run_folder(cluster).exists()
         assert job.result(timeout=10) == other.job.result(timeout=10) == [{"loss": 0.5}]
 
 
@@ -32,7 +33,7 @@ def test_a_missing_file_of_results_fails_the_job(start_hostless):
     """A missing file of results fails the job, not the thread that reads it."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
-    end_job(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._link.run_folder.path / "nowhere"))))
+    end_job(cluster, job, Outcome(value=messages.Blob(7, path=str(run_folder(cluster) / "nowhere"))))
     with pytest.raises(nbe.JobError, match=r"succeeded, but its results cannot be read: .*No such file"):
         job.result(timeout=10)
     cluster.scale(2, 3)
@@ -80,7 +81,7 @@ def test_values_stay_until_all_clients_have_them(start_hostless):
     before = greeted()
     with nbe.Cluster.attach("quiet") as other:
         (slow,) = greeted() - before
-        folder = cluster._link.run_folder.path / "results"
+        folder = run_folder(cluster) / "results"
         for number in range(1, 5):
             job = cluster.run(os.getpid)
             if number == 2:
@@ -98,11 +99,11 @@ def test_values_stay_until_all_clients_have_them(start_hostless):
 def test_results_of_unknown_jobs_are_removed(start_hostless):
     """The next driver removes results of jobs that it does not know."""
     cluster = start_hostless(keep=True)
-    folder = cluster._link.run_folder.path / "results"
+    folder = run_folder(cluster) / "results"
     for name in ("job-1", "job-2"):
         job = cluster.run(os.getpid)
         end_job(cluster, job, Outcome(value=blob(name, folder / name / "value")))
         job.result(timeout=10)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()):
         assert [path.name for path in folder.iterdir()] == ["job-2"]

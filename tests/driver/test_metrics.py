@@ -19,6 +19,7 @@ from nbelastic.protocol.status import GpuStatus, HostStatus, Status, WorkerStatu
 from nbelastic.system.ports import random_ports
 from nbelastic.system.private_sockets import bind_in
 from tests.driver.raw_client import in_driver
+from tests.support.processes import run_folder
 
 NAME, LABELS = r"nbelastic_[a-z_]+", r'\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)+\}'
 SAMPLE = re.compile(rf"({NAME})({LABELS})? (-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|NaN|[+-]Inf)")
@@ -103,7 +104,7 @@ def endpoint(start_hostless):
     def start(**options):
         cluster = start_hostless(**options)
         cluster.scale(2, 3)  # the driver has begun to serve when it answers
-        return cluster, cluster._link.run_folder.path / metrics_server.SOCKET
+        return cluster, run_folder(cluster) / metrics_server.SOCKET
 
     return start
 

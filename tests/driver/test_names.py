@@ -31,11 +31,11 @@ def until_finished(cluster):
 def test_a_cluster_that_others_have_stopped_can_be_started_again(start_hostless, keep):
     """After the dashboard stopped a cluster, its name and keys are released, and `start()` works again."""
     cluster = start_hostless(keep=keep)
-    run_folder = cluster._link.run_folder
+    folder = RunFolder(cluster.name)
     cluster.request_stop("the dashboard")
     until_finished(cluster)
-    assert not run_folder.path.exists()
-    assert not run_folder.lock.exists()
+    assert not folder.path.exists()
+    assert not folder.lock.exists()
     with pytest.raises(nbe.ClusterStoppedError, match=r"is not running \(stopped by the dashboard\): start it"):
         cluster.execute("1")
     cluster.start(wait=False)
@@ -50,8 +50,8 @@ def test_the_name_of_a_stopped_cluster_is_free(start_hostless):
     new = start_hostless("digits")
     old.stop()
     assert new.status().phase == "waiting"
-    assert new._link.run_folder.driver == os.getpid()
-    assert new._link.run_folder.path.exists()
+    assert RunFolder(new.name).driver == os.getpid()
+    assert RunFolder(new.name).path.exists()
 
 
 def test_a_driver_that_takes_over_too_late_leaves_nothing(start_hostless):
@@ -62,7 +62,7 @@ def test_a_driver_that_takes_over_too_late_leaves_nothing(start_hostless):
     cluster.stop()
     with pytest.raises(nbe.UsageError, match="there is no cluster 'quiet' here"):
         prepare(late)
-    assert not link.run_folder.lock.exists()
+    assert not RunFolder("quiet").lock.exists()
 
 
 def fork_child():
@@ -132,7 +132,7 @@ def test_a_name_affects_no_other_folder(start_hostless, clusters_folder, name):
     logs.mkdir(parents=True)
     cluster = start_hostless(name)
     with process_folder() as held:
-        assert cluster._link.run_folder.path.exists()
+        assert RunFolder(cluster.name).path.exists()
         cluster.stop()
         assert held.exists()
     assert logs.exists()
@@ -161,7 +161,7 @@ def test_machines_that_share_a_temporary_folder_leave_each_others_clusters(
 ):
     """Another machine lists the cluster, and neither removes its files, takes its name, nor attaches to it."""
     cluster = start_hostless("digits", keep=True)
-    folder = cluster._link.run_folder
+    folder = RunFolder(cluster.name)
     files = lambda: {path: path.read_bytes() for path in (folder.lock, folder.path / local_clusters.SNAPSHOT_FILE)}
     before = files()
     with AnotherMachine(monkeypatch, "login2"):

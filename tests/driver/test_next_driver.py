@@ -25,6 +25,7 @@ from tests.core.story import wid
 from tests.driver.hostless_cluster import NoHosts
 from tests.driver.raw_client import blob, driver_of, end_job
 from tests.support import driver_thread
+from tests.support.processes import run_folder
 from tests.support.waiting import until
 
 # A thread that is "killed" leaves open what the end of a process would close.
@@ -43,7 +44,7 @@ def no_thread_is_left():
 def kill_and_replace_driver(*clients) -> None:
     """Kill the driver of these clients' cluster, and wait until all of them use the next one."""
     dead = [client._link.connection for client in clients]
-    driver_thread.kill_driver(clients[0]._link.run_folder, 0)
+    driver_thread.kill_driver_of(clients[0])
     for client in clients:
         until(
             lambda client=client: client._link.connection not in dead, what=lambda client=client: client.status().reason
@@ -82,7 +83,7 @@ def test_files_of_pushed_values_are_removed_by_the_next_driver(start_hostless):
     """Those that an earlier driver has kept, when they are cleared; those that it has left over, at once."""
     cluster = start_hostless(keep=True)
     cluster.push(data=[1], more=[2])
-    folder = cluster._link.run_folder.path / "pushed"
+    folder = run_folder(cluster) / "pushed"
     (kept,) = folder.iterdir()
     (folder / "left-over.pushed").touch()
     kill_and_replace_driver(cluster)
@@ -100,7 +101,7 @@ def test_another_cluster_of_the_same_name_is_not_taken_over(start_hostless):
     go_on = threading.Event()
     replace = cluster._link.connection._on_loss
     cluster._link.connection._on_loss = lambda: go_on.wait(10) and replace()
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     with nbe.Cluster.attach("quiet"):
         pass
     other = start_hostless(keep=True)
@@ -140,13 +141,13 @@ def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(start_hostless
     def use_late(connection, *arguments):
         if not died:
             died.append(connection)
-            driver_thread.kill_driver(cluster._link.run_folder, 0)
+            driver_thread.kill_driver_of(cluster)
             until(lambda: connection.died)
         use(connection, *arguments)
 
     first = cluster._link.connection
     monkeypatch.setattr(Connection, "use", use_late)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     until(lambda: died and cluster._link.connection not in (first, *died))
     assert job.status == "running"
     end_job(cluster, job, Outcome(value=blob(1)))
@@ -159,7 +160,7 @@ def test_an_error_at_a_replacement_ends_the_connection(start_hostless, monkeypat
     job = cluster.run(os.getpid)
     with monkeypatch.context() as broken:
         broken.setattr("nbelastic.client.replacement.start_timeout", lambda _: 1 / 0)
-        driver_thread.kill_driver(cluster._link.run_folder, 0)
+        driver_thread.kill_driver_of(cluster)
         with pytest.raises(nbe.ClusterStoppedError, match="no other driver could take its place: ZeroDivisionError"):
             job.result(timeout=10)
     with nbe.Cluster.attach("quiet") as again:
@@ -171,7 +172,7 @@ def test_a_detach_during_a_replacement_is_final(start_hostless, monkeypatch):
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = delay_next_driver(monkeypatch)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     assert started.wait(10)
     detaching = threading.Thread(target=cluster.detach)
     detaching.start()
@@ -247,7 +248,7 @@ def test_a_stop_request_reaches_the_next_driver(start_hostless, monkeypatch):
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = delay_next_driver(monkeypatch)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     assert started.wait(10)
     with pytest.raises(nbe.DriverLostError, match="try again"):
         cluster.order({"do": "scale", "min": 2}, "a test")
@@ -258,7 +259,7 @@ def test_a_stop_request_reaches_the_next_driver(start_hostless, monkeypatch):
     assert job.wait(10).status == "stopped"
     started.clear()
     go_on.clear()
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     assert started.wait(10)
     cluster.request_stop()
     go_on.set()
@@ -273,7 +274,7 @@ def test_a_notebook_attaches_again_to_a_cluster_without_a_driver(start_hostless,
     job = cluster.run(os.getpid)
     for _ in range(MAX_LOSSES):
         kill_and_replace_driver(cluster)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     until(lambda: cluster.died)
     until(lambda: job.status == "detached")
     magics = ElasticMagics(InteractiveShell(), attach=lambda _: nbe.Cluster.attach("quiet"))
@@ -288,7 +289,7 @@ def test_a_notebook_that_starts_another_cluster_stops_the_old_one(start_hostless
     cluster = start_hostless()
     for _ in range(MAX_LOSSES):
         kill_and_replace_driver(cluster)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     until(lambda: cluster.died)
     magics = ElasticMagics(InteractiveShell())
     magics.cluster = cluster
@@ -300,7 +301,7 @@ def test_the_snapshot_stays_until_the_next_driver_has_taken_over(start_hostless,
     """A driver that has not taken over yet does not overwrite the driver snapshot with its own empty state."""
     cluster = start_hostless()
     cluster.scale(2, 9)
-    state, found = cluster._link.run_folder.path / SNAPSHOT_FILE, []
+    state, found = run_folder(cluster) / SNAPSHOT_FILE, []
     before = state.read_bytes()
 
     def adopt(agents, _):
@@ -323,14 +324,14 @@ def test_a_stop_without_a_driver_kills_the_processes(start_hostless, monkeypatch
     """If no driver can be started, a stop kills the cluster's processes."""
     cluster = start_hostless(keep=keep)
     monkeypatch.setattr(driver_link, "start_driver_process", fail_to_listen)
-    driver_thread.kill_driver(cluster._link.run_folder, 0)
+    driver_thread.kill_driver_of(cluster)
     until(lambda: cluster.died)
     assert "3 other drivers could not take its place: the driver cannot listen" in cluster.status().reason
     with pytest.raises(nbe.ClusterStoppedError, match=": attach to it." if keep else ": start it."):
         cluster.scale(1, 2)
     cluster.stop()
     assert nbe.Cluster.all() == []
-    assert not cluster._link.run_folder.path.exists()
+    assert not run_folder(cluster).exists()
 
 
 def test_a_cluster_without_a_driver_is_started_anew(start_hostless, monkeypatch):
@@ -338,7 +339,7 @@ def test_a_cluster_without_a_driver_is_started_anew(start_hostless, monkeypatch)
     cluster = start_hostless()
     with monkeypatch.context() as broken:
         broken.setattr(driver_link, "start_driver_process", fail_to_listen)
-        driver_thread.kill_driver(cluster._link.run_folder, 0)
+        driver_thread.kill_driver_of(cluster)
         until(lambda: cluster.died)
     cluster.start(wait=False)
     assert cluster.run(os.getpid).status == "running"

@@ -9,6 +9,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.driver import driver_snapshot
+from tests.support.processes import run_folder
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_a_job_that_cannot_be_saved_is_refused(cluster, monkeypatch, what):
     assert cluster.job is None
     job = cluster.run(os.getpid)
     assert (job.name, job.status) == ("job-1", "running")
-    assert driver_snapshot.DriverSnapshot.read(cluster._link.run_folder.path).job.name == "job-1"
+    assert driver_snapshot.DriverSnapshot.read(run_folder(cluster)).job.name == "job-1"
 
 
 class CountsPickling:

@@ -9,6 +9,7 @@ import nbelastic as nbe
 from tests.process import sharded_training
 from tests.process.programs import notebook_function
 from tests.process.training import Training
+from tests.support.processes import run_folder
 from tests.support.waiting import until
 
 
@@ -27,7 +28,7 @@ def test_pushed_values_are_on_present_and_later_workers(make):
     program = notebook_function("def program(): return lr, data.sum().item()")
     assert cluster.run(program).result(timeout=20) == [(0.3, first.sum().item())] * 2
     assert list(cluster.setup_cells.values()) == ["# pushed: data, again, lr (0.8 MB)", "# pushed: lr (0.0 MB)"]
-    files = list(cluster._link.run_folder.path.rglob("*.pushed"))
+    files = list(run_folder(cluster).rglob("*.pushed"))
     assert len(files) == 2
     cluster.clear_setup()
     until(lambda: not any(path.exists() for path in files), what="the files to be removed")
@@ -52,7 +53,7 @@ def test_the_state_of_a_running_training(trains):
         job.state_dict()
     with pytest.raises(nbe.UsageError, match="the job has run no elastic function"):
         training.cluster.job.state_dict()
-    assert not list(training.cluster._link.run_folder.path.rglob("states/*"))
+    assert not list(run_folder(training.cluster).rglob("states/*"))
     training.cluster.stop()
     with pytest.raises(nbe.ClusterStoppedError, match="only a checkpoint has it now"):
         job.state_dict()

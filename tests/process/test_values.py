@@ -9,6 +9,7 @@ import torch
 
 import nbelastic as nbe
 from tests.process.programs import notebook_function
+from tests.support.processes import run_folder
 from tests.support.waiting import until
 
 
@@ -33,7 +34,7 @@ def test_values_that_cannot_be_pushed(cluster):
         with pytest.raises(nbe.UsageError, match=text):
             cluster.push(values)
     assert cluster.setup_cells == {}
-    assert not list(cluster._link.run_folder.path.rglob("*.pushed"))
+    assert not list(run_folder(cluster).rglob("*.pushed"))
 
 
 @pytest.mark.parametrize("how", ["stopped", "failed"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import nbelastic as nbe
 from nbelastic.client import driver_link, find_driver, stopping
 from nbelastic.client.connection import Connection
 from nbelastic.driver import process
@@ -122,6 +123,11 @@ def start_driver_process(
 def kill_driver(run_folder: RunFolder, pid: int) -> None:
     """As `find_driver.kill_driver`."""
     driver_threads[run_folder.name].kill()
+
+
+def kill_driver_of(cluster: nbe.Cluster) -> None:
+    """End the driver of this cluster at once; it sends nothing more."""
+    driver_threads[cluster.name].kill()
 
 
 def use_driver_threads(monkeypatch: pytest.MonkeyPatch) -> None:
