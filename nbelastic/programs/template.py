@@ -66,6 +66,7 @@ PRELOAD = (
     "nbelastic.ipp.engine",
     "nbelastic.programs.program",
     "nbelastic.state.sampler",
+    "nbelastic.worker.name_lookups",
     "nbelastic.worker.warm_up",
 )
 OF_USER = [name for name in os.environ.get("NBELASTIC_PRELOAD", "").split(",") if name]
@@ -111,6 +112,7 @@ def _preload(module: str) -> str:
 
 for name in PRELOAD:
     _preload(name)
+sys.modules["nbelastic.worker.name_lookups"].end_name_lookups()
 OURS = frozenset(sys.modules)
 for name in OF_USER:
     if failure := _preload(name):
