@@ -7,38 +7,46 @@ torch makes none any more in this process and its forks (`formatSockAddr` in its
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-import threading
+from collections.abc import Iterator
+from datetime import timedelta
 
 from nbelastic.worker.process_group import Offer
 
 ADDRESS = "127.255.255.254"  # an address of this machine that no hosts file names
+TIMEOUT = timedelta(seconds=1)
 SERVERS_AT = 16  # where glibc's `struct __res_state` has the number of name servers, an int
 
 
 def end_name_lookups() -> None:
-    """Let torch look up one name in vain. For a process with one thread: the other threads' stderr is lost meanwhile."""
-    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)  # torch warns once that a name cannot be retrieved
-    try:
-        thread = threading.Thread(target=_fail)
-        thread.start()
-        thread.join()
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nothing)
-
-
-def _fail() -> None:
-    """Connect to a store, in a thread that knows no name server: glibc's resolver has a state of its own in each thread."""
+    """Let torch look up one name in vain. For a process with one thread: what others write to stderr meanwhile is lost."""
     libc = ctypes.CDLL(None)
     try:
         state, init = libc["__res_state"], libc["__res_init"]
     except AttributeError:  # not glibc
         return
     state.restype = ctypes.c_void_p
-    if init() == 0:
-        ctypes.c_int.from_address(state() + SERVERS_AT).value = 0
-        Offer(ADDRESS)
+    if init() != 0:
+        return
+    servers = ctypes.c_int.from_address(state() + SERVERS_AT)
+    known, servers.value = servers.value, 0
+    try:
+        # torch warns once that a name cannot be retrieved. Without a loopback interface, it goes on looking up names.
+        with contextlib.suppress(OSError, RuntimeError), _no_stderr():
+            Offer(ADDRESS, TIMEOUT)
+    finally:
+        servers.value = known
+
+
+@contextlib.contextmanager
+def _no_stderr() -> Iterator[None]:
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)

@@ -53,7 +53,7 @@ _kept: deque[list[Any]] = deque()
 class Offer:
     """A fresh store on this worker's interface, in case it becomes rank 0 of the next generation."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout: timedelta = TIMEOUT) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((address, 0))
@@ -62,7 +62,7 @@ class Offer:
         self.endpoint = f"{bracketed(address)}:{port}"
         self._listener = listener.detach()  # the store owns it from now on, and keeps it open
         self.store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener, timeout=TIMEOUT
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener, timeout=timeout
         )
 
     def admit_all(self) -> None:

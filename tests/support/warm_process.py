@@ -37,6 +37,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any, NoReturn
 
 from tests.support.shown_process import show
+from tests.support.waiting import until
 from tests.support.warm_request import LENGTH, NAMESPACES, REFUSED, decisive
 
 AGENTS = (
@@ -73,8 +74,13 @@ class Server:
         self._read = {name: os.environ.get(name) for name in read}
         sys.modules.pop(TEMPLATE, None)  # each template imports it, for what it does then
         sys.modules.pop("pynvml", None)  # torch has imported it; tests may give agents another one
-        threads = len(os.listdir("/proc/self/task"))
-        assert threads == 1, f"the imports have left {threads} threads: forks of such a process may hang"
+        count = lambda: len(os.listdir("/proc/self/task"))
+        # Linux lists a thread for a moment after it was joined.
+        until(
+            lambda: count() == 1,
+            5,
+            lambda: f"the imports have left {count()} threads: forks of such a process may hang",
+        )
         gc.freeze()  # collections in the forks do not copy what they share
         self._listener = listener
         self._selector = selectors.DefaultSelector()
