@@ -91,7 +91,8 @@ def test_the_training_outlives_an_outage_of_the_api(nodes, trains):
     nodes.process(pod_of(nodes, "two")).kill()
     nodes.api.call(nodes.api.forget_changes)
     nodes.api.up()
-    until(lambda: any("two: its pod" in event.text for event in training.cluster.events))
+    # Its tunnel's end or its pod's may be seen first.
+    until(lambda: any((event.kind, event.host) == ("host-lost", "two") for event in training.cluster.events))
     training.wait_for_world(2)
     training.finish()
 
