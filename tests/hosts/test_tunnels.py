@@ -111,7 +111,8 @@ def test_a_host_without_its_connection_is_lost_when_the_training_breaks(network,
 @pytest.mark.parametrize("cut", [pytest.param(True, marks=pytest.mark.soak(seconds=17)), False])
 def test_a_stop_names_the_hosts_that_it_does_not_reach(network, trains, capsys, cut):
     """A host that is cut off is named after the stop, with the time in which its agent ends. A host that has ended is not."""
-    training = trains("h1:1,h2:1", min=1, keep=True, lease=12.0, silence=SILENCE)
+    options = {"lease": 12.0, "silence": SILENCE, "timeouts": {"close": 15}}  # h1 may need more than 5 s to answer
+    training = trains("h1:1,h2:1", min=1, keep=True, **options)
     training.wait_for_world(2, timeout=LONG)
     if cut:
         network.cut("h2")
