@@ -91,8 +91,10 @@ def test_the_training_outlives_an_outage_of_the_api(nodes, trains):
     nodes.process(pod_of(nodes, "two")).kill()
     nodes.api.call(nodes.api.forget_changes)
     nodes.api.up()
-    # Its tunnel's end or its pod's may be seen first.
-    until(lambda: any((event.kind, event.host) == ("host-lost", "two") for event in training.cluster.events))
+    ends = ("two: its pod", "two: the connection of two has ended")  # either may be seen first
+    until(
+        lambda: any(end in event.text for end in ends for event in training.cluster.events if event.kind == "host-lost")
+    )
     training.wait_for_world(2)
     training.finish()
 
