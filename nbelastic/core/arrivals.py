@@ -36,9 +36,11 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
         if host.phase is HostPhase.STARTING:
             is_explained = name in cluster.probing or host.prepares_by
             starting = Missing("host starting", name, since=host.since)
-            found.append(Missing("probed", name, host.reason) if is_explained else starting)
+            found.append(Missing("host", name, host.reason) if is_explained else starting)
         elif host.phase is HostPhase.LOST:
             found.append(Missing("lost", name, host.reason, until=host.retry_at))
+        elif name in cluster.disconnected:
+            found.append(Missing("host", name, host.reason))
         elif not host.full:
             found += [
                 Missing("backoff", f"{name}/{index}", until=slot.backoff_until)

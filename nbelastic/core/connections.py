@@ -20,6 +20,7 @@ from nbelastic.protocol.connection_events import EnvironmentReported, HostDiscon
 BLIP = 3.0  # seconds in which a host that is only just needed may be reached again
 NEWS = "; nbelastic opens another one"
 REDIALS = "; it opens another one if it lives"
+_WITHOUT_NEWCOMERS = (Stage.GATHERING, Stage.FORMING, Stage.RUNNING)
 
 
 def changed(
@@ -64,7 +65,7 @@ def _reconnected(cluster: ClusterState, name: str, now: float, out: Commands) ->
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Give up disconnected hosts without which the job cannot go on, or for which a change has waited too long."""
     for name, known in list(cluster.disconnected.items()):
-        if now >= known.since + _patience(cluster) and name in cluster.disconnected:
+        if name in cluster.disconnected and now >= known.since + _patience(cluster, name):
             # A worker that this event has just replaced is not started there.
             out[:] = [c for c in out if not (isinstance(c, cmd.StartWorker) and c.worker.host == name)]
             cluster = losses.exclude_host(cluster, name, known.reason, now, out, kind="host-lost")
@@ -73,24 +74,32 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 def deadline(cluster: ClusterState) -> float:
     """When the first disconnected host is given up."""
-    return min((known.since for known in cluster.disconnected.values()), default=NEVER) + _patience(cluster)
+    ends = (known.since + _patience(cluster, name) for name, known in cluster.disconnected.items())
+    return min(ends, default=NEVER)
 
 
-def _patience(cluster: ClusterState) -> float:
-    """Seconds for which the job can do without the connection to a host."""
+def _patience(cluster: ClusterState, name: str) -> float:
+    """Seconds for which the job can do without the connection to this host."""
     script = cluster.active_script
     if script is not None:
         return BLIP if any(map(script.assigns, cluster.disconnected)) and script.failures else NEVER
     if cluster.active is None or cluster.stands_still:
         return NEVER
     reconnect = cluster.limits.timeouts.reconnect
-    if cluster.stage is Stage.GATHERING and not cluster.members:
+    if cluster.stage is Stage.RUNNING and not cluster.suspects:
+        return reconnect if is_change_wanted(cluster) else NEVER
+    if not _is_needed(cluster, name):
         return reconnect  # programs that have not trained yet need no order
-    if cluster.stage is Stage.GATHERING or cluster.suspects:
-        return 0.0  # the host may be the cause
-    if cluster.stage is not Stage.RUNNING:
-        return BLIP
-    return reconnect if is_change_wanted(cluster) else NEVER
+    return 0.0 if cluster.stage is Stage.GATHERING or cluster.suspects else BLIP  # 0: the host may be the cause
+
+
+def _is_needed(cluster: ClusterState, name: str) -> bool:
+    """Whether a worker there is, or is about to become, a member of the world.
+
+    No first world, and none after a break, is formed with newcomers that receive no orders.
+    """
+    joining = () if cluster.stage in _WITHOUT_NEWCOMERS else cluster.newcomers
+    return any(w.host == name for ids in (cluster.members, joining) for w in ids)
 
 
 def is_change_wanted(cluster: ClusterState) -> bool:

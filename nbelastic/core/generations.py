@@ -58,7 +58,7 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
     limits = cluster.limits
     if cluster.failed_formations and cluster.partition_check.pairs:
         return with_reason(cluster, Reason("not-formed", generation=cluster.generation), cluster.partition_check.until)
-    ready = len(cluster.members) + len(cluster.newcomers)
+    ready = len(cluster.members) + len(_reachable_newcomers(cluster))
     if ready < limits.min:
         coming = len(cluster.starting) - len(cluster.unregistered)
         return _too_few(cluster, Reason("too-few", ready, limits.min), now, coming=ready + coming >= limits.min)
@@ -106,7 +106,7 @@ def elastic_timeout_at(cluster: ClusterState) -> float:
 
 def fail_too_few(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Fail the job: `elastic_timeout` has elapsed, or workers have not come to the elastic loop in time."""
-    limits, ready = cluster.limits, len(cluster.members) + len(cluster.newcomers)
+    limits, ready = cluster.limits, len(cluster.members) + len(_reachable_newcomers(cluster))
     text = f"{ready} of min {limits.min} workers ready"
     if cluster.kept_state is not None:
         text += f", and none with the training state, which is kept on {keeper(cluster)},"
@@ -151,13 +151,21 @@ def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
     return rank_order(keep, new[: most - len(keep)], seniority)
 
 
+def _reachable_newcomers(cluster: ClusterState) -> PersistentSet[WorkerId]:
+    """Newcomers that may join: while no world runs, those whose hosts receive orders. A planned change waits for the others."""
+    if not cluster.disconnected or cluster.stage is not Stage.GATHERING:
+        return cluster.newcomers
+    return PersistentSet(w for w in cluster.newcomers if w.host not in cluster.disconnected)
+
+
 def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[WorkerId]:
     """Newcomers that may join. One that could not be joined before may join only if no other can, one at a time.
 
     If `min` needs them, all may join; but beside a world that trains not those that are held back.
     """
-    readers = [w for w in cluster.newcomers if _holds_kept_state(cluster, w)]
-    free = (cluster.newcomers - cluster.held_back.keys()) | readers
+    newcomers = _reachable_newcomers(cluster)
+    readers = [w for w in newcomers if _holds_kept_state(cluster, w)]
+    free = (newcomers - cluster.held_back.keys()) | readers
     failed_before = [w for w in free - readers if cluster.workers[w].failures]
     if not failed_before and not cluster.held_back:
         return free
@@ -165,7 +173,7 @@ def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[Worker
     eligible = free - failed_before or by_failures[:1]
     if others + len(eligible) >= cluster.limits.min:
         return eligible
-    return cluster.newcomers if cluster.stage is Stage.GATHERING else free
+    return newcomers if cluster.stage is Stage.GATHERING else free
 
 
 def _holds_kept_state(cluster: ClusterState, w: WorkerId) -> bool:

@@ -57,7 +57,7 @@ MISSING = MappingProxyType(
         "host starting": "{name} to start",
         "host queued": "{name} ({why}, {age})",
         "node": "{name}",
-        "probed": "{name}: {why}",
+        "host": "{name}: {why}",
         "lost": "{name} (lost: {why}; tried again in {left})",
         "backoff": "{name} (in back-off, {left} more)",
         "programs": "the last job's programs to stop",

@@ -21,9 +21,7 @@ class Timeouts(Struct, frozen=True):
     agent: float = 120.0  # a host's agent connects; else the host is lost, and tried again
     environment: float = 1800.0  # an environment for the requirements is made; else the host is lost, and tried again
     worker: float = 300.0  # a worker can run code; else it is replaced
-    probe: float = (
-        5.0  # agents report whether hosts reach one another; else a newcomer is left out, or the pair is unknown
-    )
+    probe: float = 5.0  # agents report whether hosts reach one another; else a newcomer is left out
     store: float = 2.0  # at its host's new address a worker offers a store; else another worker becomes rank 0
     settle: float = 1.0  # other starting workers are ready, beside a newcomer; else it does not wait for them
     grace: float = 1.0  # a lost worker explains a broken connection; else the generation breaks without explanation

@@ -51,7 +51,11 @@ class Telemetry:
 
     def begin(self, first: float, now: float) -> None:
         """The generation's first commit came `first` milliseconds after the group was formed. The rank may leave it at once."""
-        self._first = (first, self.copies(now) if self.copies is not None else None)
+        self._first = (first, self._copies_at(now))
+
+    def _copies_at(self, now: float) -> Copies | None:
+        source = self.copies  # the main thread may remove it at this moment
+        return source(now) if source is not None else None
 
     def due(self, now: float, generation: int, commits: int, *, often: bool) -> Due | None:
         """What to send at `now` (seconds), if anything. `often`: for rank 0."""
@@ -61,8 +65,7 @@ class Telemetry:
         values = self._values
         wrong = frozenset(self._not_finite.copy()).union(n for n, value in values.items() if not math.isfinite(value))
         is_urgent = not wrong <= self._diverged
-        source = self.copies
-        first, copies = begun if begun is not None else (None, source(now) if source is not None else None)
+        first, copies = begun if begun is not None else (None, self._copies_at(now))
         known = (copies.whole, copies.nbytes) if copies is not None else None
         is_old = (generation, commits) == self._sent and known == self._sent_copies
         if first is None and not is_urgent and (is_old or now < self._next):

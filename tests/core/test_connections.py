@@ -119,6 +119,40 @@ def test_programs_that_have_not_trained_wait_no_longer_than_a_change_does():
     assert len(lost(story)) == 1
 
 
+def test_a_first_world_forms_without_newcomers_that_receive_no_orders():
+    """Their host stays, and they join as soon as it is reached again. No world is formed only to be broken."""
+    story = Story("a:2", "c:1", min=1).answer()
+    story.submit().hear(ev.WorkerReady, "c/0#1")
+    disconnect(story).quiet(3.0)
+    assert (story.names, story.cluster.resets, lost(story)) == (["a/0#1", "a/1#1"], 0, [])
+    story.send(HostReconnected("c"))
+    story.quiet(1.0)
+    assert (story.names, story.cluster.resets) == (["a/0#1", "a/1#1", "c/0#1"], 0)
+
+
+def test_a_first_world_that_needs_a_newcomer_without_orders_says_so():
+    """Too few others are ready: the job waits for the host, names it, and trains once it is reached."""
+    story = Story("a:1", "c:1", min=2).answer()
+    story.submit().hear(ev.WorkerReady, "c/0#1")
+    disconnect(story).quiet(30.0)
+    assert story.reason == f"1 of min 2 workers ready; waiting for c: {WHY}; nbelastic opens another one"
+    story.send(HostReconnected("c"))
+    story.quiet(1.0)
+    assert (story.names, lost(story)) == (["a/0#1", "c/0#1"], [])
+
+
+@pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.FORMING])
+def test_a_host_without_members_is_not_lost_by_a_break_of_the_others(stage):
+    """The world breaks, or forms, while a host that has only a newcomer receives no orders: that host has its minute."""
+    story = with_stage(Stage.RUNNING, cooldown=(100.0, 100.0))
+    story.add("d:1").hear(ev.AgentReady).hear(ev.WorkerRegistered).hear(ev.WorkerReady, "d/0#1")
+    disconnect(story, "d").kill("b/0#1")
+    if stage is Stage.GATHERING:
+        story.hang("c/0#1")
+    story.quiet(4.0)
+    assert lost(story) == []
+
+
 def test_a_host_that_has_not_come_up_is_lost():
     """A connection that ends before the agent has sent anything is a failed start."""
     story = Story("a:1", min=1).answer()
