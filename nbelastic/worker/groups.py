@@ -16,6 +16,7 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import POLL, Group, Offer
+from nbelastic.worker.sockets import Connections
 from nbelastic.worker.threads import run_in_thread
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class Groups:
         self._earlier: list[Communicators] = []  # of the last generations; other ranks may need the last
         self._is_over = is_over
         self._closing: Group | None = None
+        self._left: Connections | None = None  # of the last generation: other ranks may still write to them
         self._closing_since = 0.0
 
     def open(self, generation: int) -> None:
@@ -85,6 +87,7 @@ class Groups:
         if self._closing is not None:
             self._closing_since = time.monotonic()
             self.end_last()
+            self._left = self._closing.connections
             left = self._closing.leave(others_may_wait=not (abort or self._is_over(self._closing.generation)))
             if left is not None:
                 self._earlier = [*self._earlier[-MOST_ABORTS:], left]
@@ -93,7 +96,10 @@ class Groups:
         self._closing = None
 
     def end_last(self) -> None:
-        """All ranks have left the last generation: end its communicators, beside the training."""
+        """All ranks have left the last generation: end its connections and communicators, beside the training."""
+        if self._left is not None:
+            self._left.close()
+            self._left = None
         if self._earlier:
             self._earlier[-1].abort()
 

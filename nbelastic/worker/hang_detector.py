@@ -2,9 +2,10 @@
 
 `core/hangs.py` decides; `LinkThread._end_hung` ends the process.
 
-Aborting gloo does not wake every rank. If a connection breaks while a send is half written, gloo never reports that
-(`Pair::signalException` passes over unbound buffers in its transmit queue). About one rank in a hundred then waits until
-the group's timeout. Nothing wakes it, and DDP's reducer keeps its lock meanwhile, so no later backward pass of this
+A broken connection does not wake every rank. If a write fails, or a message is half read, gloo never reports it:
+`Pair::signalException` passes over unbound buffers in its transmit queue, and over the one that it reads. An abort ends
+connections so that this is rare (`sockets.Connections.end`). But a rank that was just writing to a rank that died may wait
+until the group's timeout. Nothing wakes it, and DDP's reducer keeps its lock meanwhile, so no later backward pass of this
 process could run: the worker is replaced. A rank that computes, sleeps or reads data is not replaced: its next
 collective raises.
 """

@@ -35,7 +35,6 @@ from nbelastic.worker.sockets import (
     listeners,
     open_sockets,
     peers,
-    shut_down,
 )
 
 POLL = 0.02  # seconds between two checks while a group forms
@@ -92,7 +91,7 @@ class Group:
         """
         self.generation = generation
         self._communicators = None if accelerator is None else Communicators(accelerator, earlier)
-        self._connections: Connections | None = None  # an abort shuts these down
+        self.connections: Connections | None = None  # an abort ends these
         self._default: dict[str, int] | None = None  # the connections of the default group when it was complete
         self._was_whole = True  # each pair of ranks was connected when the default group was complete
         self._own: list[tuple[Any, dict[str, int]]] = []  # of each of the program's own groups: options, connections
@@ -184,14 +183,14 @@ class Group:
 
     def _make_first(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
         """Exchange the endpoints of all members' listeners before any member connects: they identify the connections."""
-        assert self._connections is not None
+        assert self.connections is not None
         self._gloo, self._listener, (address, port) = _new_device()
-        self._connections.ports |= {port}
+        self.connections.ports |= {port}
         store.set(f"listener/{rank}", f"{address} {port}")
         texts = store.multi_get([f"listener/{other}" for other in range(size)])
         endpoints = (text.decode().split() for text in texts)
         self._listeners = frozenset((address, int(number)) for address, number in endpoints)
-        self._connections.others |= self._listeners
+        self.connections.others |= self._listeners
         return self._make(store, rank, size, timeout)
 
     def _make(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -201,7 +200,7 @@ class Group:
 
     def _complete(self) -> dict[str, int]:
         """All connections exist: let no other process connect, except members to the store. Returns the connections."""
-        connections = self._connections
+        connections = self.connections
         if connections is None:  # this group was abandoned
             return {}
         now = connections.now()
@@ -218,7 +217,7 @@ class Group:
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """Connect to rank 0's store. Rank 0 connects too: the server's own client must outlive an abort of this group."""
-        self._connections = connections = Connections()
+        self.connections = connections = Connections()
         address, port = split_endpoint(formation.store)
         connections.others = frozenset({endpoint(address, port)})
         if formation.rank == 0:
@@ -258,29 +257,28 @@ class Group:
             raise ValueError("this group was abandoned")
 
     def abandon(self) -> None:
-        """The thread that prepares it may hang: abort it once, and shut down none of its later connections."""
+        """The thread that prepares it may hang: abort it once, and end none of its later connections."""
         self._is_abandoned = True
         self.abort()
-        self._connections = None
+        self.connections = None
 
     def drop(self) -> None:
         """Release what was prepared and never used."""
         self._prepared = self._store = self._offer = self._gloo = None
         if self._communicators is not None:
             self._communicators.abort()
+        self.connections = None
 
     def abort(self) -> None:
         """Make every rank that blocks in this group raise. To be repeated until it is left: it may still be forming."""
-        connections, communicators = self._connections, self._communicators
+        connections, communicators = self.connections, self._communicators
         if connections is None:
             return
         if communicators is not None:  # first, as it frees the main thread, and listing the connections takes time
             communicators.abort()
         targets = connections.now()
-        if self._connections is not connections:  # left meanwhile: the targets may belong to the next generation
-            return
-        for inode, fd in targets.items():
-            shut_down(fd, inode)
+        if self.connections is connections:  # else it was left meanwhile: they may belong to the next generation
+            connections.end(targets)
 
     @property
     def error(self) -> str:
@@ -328,7 +326,7 @@ class Group:
         if communicators is not None:
             communicators.release()
         self._store = self._offer = self.subgroups = self._gloo = None
-        self._connections = self._default = None
+        self.connections = self._default = None
         self._own, self._side = [], []
         if len(_kept) > MAX_KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()

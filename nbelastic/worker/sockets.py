@@ -21,6 +21,7 @@ class Connections:
     def __init__(self) -> None:
         self._before = open_sockets()
         self._found: set[str] = set()  # the inodes of those that were connected: they stay what they are
+        self._ended: dict[str, socket.socket] = {}  # by inode, what keeps the connection open
         self.ports: frozenset[int] = frozenset()  # of this process's listeners
         self.others: frozenset[Endpoint] = frozenset()  # listeners of other members, and the store
 
@@ -29,6 +30,28 @@ class Connections:
         new = {inode: fd for inode, fd in open_sockets().items() if inode not in self._before}
         self._found.update(inode for inode, fd in new.items() if inode not in self._found and self._is_one(fd, inode))
         return {inode: fd for inode, fd in new.items() if inode in self._found}
+
+    def end(self, sockets: dict[str, int]) -> None:
+        """Let each operation on these raise: gloo reads the end of the data, and closes its descriptor. In any thread.
+
+        A connection stays open until `close`, so that the other rank can go on writing to it. Gloo does not report a write
+        that fails (`Pair::write` returns as if it had to wait, `Pair::signalException` passes over its transmit queue):
+        that rank would wait without end.
+        """
+        for inode, fd in sockets.items():
+            if inode not in self._ended:
+                ended = end(fd, inode)
+                if ended is not None:
+                    self._ended[inode] = ended
+
+    def close(self) -> None:
+        """Close those that were ended: no rank uses them any more. In any thread."""
+        ended, self._ended = self._ended, {}
+        for connection in ended.values():
+            connection.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     def _is_one(self, fd: int, inode: str) -> bool:
         with borrowed(fd, inode) as ours:
@@ -86,14 +109,17 @@ def peers(descriptors: Iterable[int]) -> frozenset[str]:
     return frozenset(found)
 
 
-def shut_down(fd: int, inode: str) -> None:
-    """Shut a connection down, never a listener: the next generation uses the listener of the process's gloo device too.
+def end(fd: int, inode: str) -> socket.socket | None:
+    """Let a thread that reads this connection read its end. Returns a duplicate, which keeps it open; None: it is closed.
 
-    The descriptor may belong to another file by now, so compare the inode of a duplicate.
+    Never a listener: the next generation uses the listener of the process's gloo device too. The descriptor may belong to
+    another file by now, so compare the inode of a duplicate.
     """
     with borrowed(fd, inode) as connection, contextlib.suppress(OSError):
         if connection is not None and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RD)
+            return connection.dup()
+    return None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Processes that run rounds of plain torch, without nbelastic: what a recovery cannot do without.
+"""Processes that run rounds of torch without a driver: what a recovery cannot do without.
 
 A task is an object with `round(store, ready)`: it calls `ready` once all ranks may begin, and returns marks, a name and a
 time each.
@@ -20,12 +20,16 @@ def _serve(kind: Callable[[int], Any], rank: int, threads: int, pipe: Any, barri
     import torch
     import torch.distributed as dist
 
+    from nbelastic.worker.name_lookups import end_name_lookups
+
+    end_name_lookups()  # as in nbelastic's workers: else one lost answer of a name server would be measured
     torch.set_num_threads(threads)
     task = kind(rank)
     while (port := pipe.recv()) is not None:
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
         pipe.send(store.port)
         pipe.send(task.round(store, lambda: barrier.wait(PATIENCE)))
+    os._exit(0)  # a thread may hang in gloo
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def form(generation, size, *, abort_after=None):
         over.set()
         if abort_after is not None:
             thread.join()
-        if group._connections is not None and not dist.is_initialized():
+        if group.connections is not None and not dist.is_initialized():
             group.leave()
     return group
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from nbelastic.worker import process_group
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import Group, Offer
-from nbelastic.worker.sockets import borrowed, count_connected, listeners, open_sockets, shut_down
+from nbelastic.worker.sockets import Connections, borrowed, count_connected, end, listeners, open_sockets
 from tests.support.waiting import until
 from tests.worker.forming import form, formation
 
@@ -23,7 +24,7 @@ def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
     """A connection was closed after it was listed: a file that reuses its number stays open."""
     with (tmp_path / "file").open("w") as file:
         before = len(os.listdir("/proc/self/fd"))
-        shut_down(file.fileno(), "socket:[1]")
+        assert end(file.fileno(), "socket:[1]") is None
         assert len(os.listdir("/proc/self/fd")) == before
         file.write("still open")
 
@@ -98,6 +99,23 @@ def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
             assert open_sockets()[inode] == ours.fileno()
 
 
+def test_a_rank_that_goes_on_writing_to_an_aborted_one_meets_no_error():
+    """Gloo would not report it. The aborted rank reads the end of the data at once; the other one when all have left."""
+    connections = Connections()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
+        connections.ports = frozenset({server.getsockname()[1]})
+        aborted = server.accept()[0]
+        with aborted:
+            connections.end({name: fd for name, fd in connections.now().items() if fd == aborted.fileno()})
+            assert aborted.recv(1) == b""
+        for _ in range(2):  # the first write after the connection's end would succeed
+            other.sendall(b"a gradient")
+            assert not select.select([other], [], [], 0.05)[0]
+        connections.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert other.recv(1) == b""
+
+
 def two_members(pool):
     """Two members, and for each its default group and a group that its program makes."""
     offer, members = Offer("127.0.0.1"), [Group(1) for _ in range(2)]
@@ -135,10 +153,10 @@ def test_a_member_that_dies_as_soon_as_it_has_connected_is_missed(monkeypatch):
         if group._default is not None:  # this is a later group of this member
             return complete(group)
         both_connected.wait(20)
-        pairs = {i: fd for i, fd in group._connections.now().items() if count_connected([fd], group._listeners)}
+        pairs = {i: fd for i, fd in group.connections.now().items() if count_connected([fd], group._listeners)}
         for inode, fd in pairs.items():
-            shut_down(fd, inode)
-        until(lambda: pairs.keys().isdisjoint(group._connections.now()))
+            end(fd, inode).close()
+        until(lambda: pairs.keys().isdisjoint(group.connections.now()))
         return complete(group)
 
     with ThreadPoolExecutor(2) as pool:
