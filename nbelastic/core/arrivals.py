@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from nbelastic.core.persistent import PersistentSet
 from nbelastic.core.reasons import MOST, Missing
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState
 from nbelastic.protocol.cluster_limits import NEVER
@@ -40,7 +41,7 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
         elif host.phase is HostPhase.LOST:
             found.append(Missing("lost", name, host.reason, until=host.retry_at))
         elif name in cluster.disconnected:
-            found.append(Missing("host", name, host.reason))
+            found.append(Missing("host", name, cluster.disconnected[name].reason))
         elif not host.full:
             found += [
                 Missing("backoff", f"{name}/{index}", until=slot.backoff_until)
@@ -58,6 +59,13 @@ def _awaited(worker: Worker) -> Missing:
     if worker.running_cell:
         return Missing("in a setup cell", str(worker.id), since=worker.cell_since)
     return Missing("starting", str(worker.id), since=worker.since)
+
+
+def reachable_newcomers(cluster: ClusterState) -> PersistentSet[WorkerId]:
+    """Newcomers that may join a world: those whose hosts receive orders."""
+    if not cluster.disconnected:
+        return cluster.newcomers
+    return PersistentSet(w for w in cluster.newcomers if w.host not in cluster.disconnected)
 
 
 def any_coming(cluster: ClusterState) -> bool:

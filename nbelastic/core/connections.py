@@ -1,15 +1,16 @@
 """Hosts whose connection to the driver has ended while their agents may run on, as over ssh.
 
 Their workers then train on. But they receive no order, so such a host is lost as soon as the training breaks. A change that has begun
-waits for it for some seconds, and a change that is only planned for a minute.
+waits for it for some seconds, and a change that is only planned for a minute. A host without members is lost after a minute, and no world
+is formed with its workers meanwhile.
 """
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
+from nbelastic.core import arrivals, halts, host_lifecycle, losses
 from nbelastic.core import commands as cmd
-from nbelastic.core import halts, host_lifecycle, losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host
 from nbelastic.core.reasons import Reason
@@ -20,7 +21,6 @@ from nbelastic.protocol.connection_events import EnvironmentReported, HostDiscon
 BLIP = 3.0  # seconds in which a host that is only just needed may be reached again
 NEWS = "; nbelastic opens another one"
 REDIALS = "; it opens another one if it lives"
-_WITHOUT_NEWCOMERS = (Stage.GATHERING, Stage.FORMING, Stage.RUNNING)
 
 
 def changed(
@@ -86,30 +86,33 @@ def _patience(cluster: ClusterState, name: str) -> float:
     if cluster.active is None or cluster.stands_still:
         return NEVER
     reconnect = cluster.limits.timeouts.reconnect
-    if cluster.stage is Stage.RUNNING and not cluster.suspects:
-        return reconnect if is_change_wanted(cluster) else NEVER
     if not _is_needed(cluster, name):
         return reconnect  # programs that have not trained yet need no order
+    if cluster.stage is Stage.RUNNING and not cluster.suspects:
+        return reconnect if _is_change_wanted(cluster) else NEVER
     return 0.0 if cluster.stage is Stage.GATHERING or cluster.suspects else BLIP  # 0: the host may be the cause
 
 
 def _is_needed(cluster: ClusterState, name: str) -> bool:
-    """Whether a worker there is, or is about to become, a member of the world.
-
-    No first world, and none after a break, is formed with newcomers that receive no orders.
-    """
-    joining = () if cluster.stage in _WITHOUT_NEWCOMERS else cluster.newcomers
-    return any(w.host == name for ids in (cluster.members, joining) for w in ids)
+    """Whether a worker there is a member of the world, or of the one that is being prepared."""
+    prepared = cluster.next_formation.members if cluster.next_formation is not None else ()
+    return any(w.host == name for ids in (cluster.members, prepared) for w in ids)
 
 
-def is_change_wanted(cluster: ClusterState) -> bool:
+def delay_change(cluster: ClusterState) -> bool:
+    """Whether the running world has to halt or change, and a host of its members receives no orders."""
+    return _is_change_wanted(cluster) and any(_is_needed(cluster, name) for name in cluster.disconnected)
+
+
+def _is_change_wanted(cluster: ClusterState) -> bool:
     """Whether the running world has to halt or change, for which each member needs an order."""
     room = len(cluster.members) - len(cluster.leaving) < cluster.limits.most
-    newcomers = room and not cluster.newcomers <= cluster.held_back.keys()
+    newcomers = room and not arrivals.reachable_newcomers(cluster) <= cluster.held_back.keys()
     return bool(cluster.leaving) or newcomers or halts.is_wanted(cluster)
 
 
 def wait(cluster: ClusterState) -> tuple[Reason, float]:
     """The reason for which a change waits, and until when."""
-    until = min(known.since for known in cluster.disconnected.values()) + cluster.limits.timeouts.reconnect
-    return Reason("disconnected", names=tuple(sorted(cluster.disconnected))), until
+    needed = sorted(name for name in cluster.disconnected if _is_needed(cluster, name))
+    until = min(cluster.disconnected[name].since for name in needed) + cluster.limits.timeouts.reconnect
+    return Reason("disconnected", names=tuple(needed)), until

@@ -58,7 +58,7 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
     limits = cluster.limits
     if cluster.failed_formations and cluster.partition_check.pairs:
         return with_reason(cluster, Reason("not-formed", generation=cluster.generation), cluster.partition_check.until)
-    ready = len(cluster.members) + len(_reachable_newcomers(cluster))
+    ready = len(cluster.members) + len(arrivals.reachable_newcomers(cluster))
     if ready < limits.min:
         coming = len(cluster.starting) - len(cluster.unregistered)
         return _too_few(cluster, Reason("too-few", ready, limits.min), now, coming=ready + coming >= limits.min)
@@ -68,6 +68,8 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
             w.host == host and cluster.workers[w].registered for w in cluster.starting
         )
         return _too_few(cluster, Reason("kept", names=(host,)), now, coming=coming)
+    if cluster.disconnected and state_lives(cluster) and not _holds_state(cluster, next_members(cluster)):
+        return _too_few(cluster, Reason("disconnected", names=tuple(sorted(cluster.disconnected))), now, coming=True)
     survivors = len(cluster.members) - len(cluster.leaving)
     if survivors < limits.min and ready < limits.most and not arrivals.settled(cluster, now):
         reason = Reason("ready", ready, missing=arrivals.missing(cluster, now))
@@ -106,7 +108,7 @@ def elastic_timeout_at(cluster: ClusterState) -> float:
 
 def fail_too_few(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Fail the job: `elastic_timeout` has elapsed, or workers have not come to the elastic loop in time."""
-    limits, ready = cluster.limits, len(cluster.members) + len(_reachable_newcomers(cluster))
+    limits, ready = cluster.limits, len(cluster.members) + len(arrivals.reachable_newcomers(cluster))
     text = f"{ready} of min {limits.min} workers ready"
     if cluster.kept_state is not None:
         text += f", and none with the training state, which is kept on {keeper(cluster)},"
@@ -151,19 +153,12 @@ def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
     return rank_order(keep, new[: most - len(keep)], seniority)
 
 
-def _reachable_newcomers(cluster: ClusterState) -> PersistentSet[WorkerId]:
-    """Newcomers that may join: while no world runs, those whose hosts receive orders. A planned change waits for the others."""
-    if not cluster.disconnected or cluster.stage is not Stage.GATHERING:
-        return cluster.newcomers
-    return PersistentSet(w for w in cluster.newcomers if w.host not in cluster.disconnected)
-
-
 def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[WorkerId]:
     """Newcomers that may join. One that could not be joined before may join only if no other can, one at a time.
 
     If `min` needs them, all may join; but beside a world that trains not those that are held back.
     """
-    newcomers = _reachable_newcomers(cluster)
+    newcomers = arrivals.reachable_newcomers(cluster)
     readers = [w for w in newcomers if _holds_kept_state(cluster, w)]
     free = (newcomers - cluster.held_back.keys()) | readers
     failed_before = [w for w in free - readers if cluster.workers[w].failures]
@@ -174,6 +169,12 @@ def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[Worker
     if others + len(eligible) >= cluster.limits.min:
         return eligible
     return newcomers if cluster.stage is Stage.GATHERING else free
+
+
+def _holds_state(cluster: ClusterState, members: Collection[WorkerId]) -> bool:
+    """Whether one of these has the training state, if there is one yet."""
+    job = cluster.active
+    return job is None or not job.formed or any(cluster.workers[w].has_state for w in members)
 
 
 def _holds_kept_state(cluster: ClusterState, w: WorkerId) -> bool:

@@ -163,7 +163,7 @@ class LinkThread:
                 case protocol.SendOutput(later=later):
                     self._output.hold() if later else self._send_output()
                 case protocol.AbortGroup() if self._groups.present is not None:
-                    self._groups.present.abort()
+                    self._groups.present.abort(for_all=True)
                 case protocol.EndProcess():
                     os._exit(0)
 

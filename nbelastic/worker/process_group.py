@@ -1,7 +1,7 @@
 """One generation's process group: form it, abort it from another thread, leave it.
 
 torch ≤ 2.13 cannot abort gloo: a rank that waits for a survivor hangs until the group's timeout. So this module knows the
-connections of the generation's groups and shuts them down; then every rank that blocks in one of them raises.
+connections of the generation's groups and ends them; then every rank that blocks in one of them raises.
 NCCL's communicators, if the job uses NCCL, are beside gloo's groups: see `accelerator.py`.
 """
 
@@ -137,7 +137,7 @@ class Group:
         """Collective. Raises what torch raises if a member dies or the generation is aborted meanwhile.
 
         `check()` is called every POLL seconds, and may raise. While gloo waits for a peer that never connects, there is no
-        connection yet to shut down, so an abort cannot wake it. NCCL too may wait for seconds. So both wait in the thread
+        connection yet to end, so an abort cannot wake it. NCCL too may wait for seconds. So both wait in the thread
         of `start`, which can be abandoned at no other cost.
         """
         if self._prepared is None:
@@ -259,7 +259,7 @@ class Group:
     def abandon(self) -> None:
         """The thread that prepares it may hang: abort it once, and end none of its later connections."""
         self._is_abandoned = True
-        self.abort()
+        self.abort(for_all=True)
         self.connections = None
 
     def drop(self) -> None:
@@ -267,10 +267,14 @@ class Group:
         self._prepared = self._store = self._offer = self._gloo = None
         if self._communicators is not None:
             self._communicators.abort()
-        self.connections = None
+        if self.connections is not None:
+            self.connections.close()
 
-    def abort(self) -> None:
-        """Make every rank that blocks in this group raise. To be repeated until it is left: it may still be forming."""
+    def abort(self, *, for_all: bool = False) -> None:
+        """Make this rank raise if it blocks in this group; `for_all`: the other ranks too, which may not wake each of them.
+
+        To be repeated until the group is left: it may still be forming.
+        """
         connections, communicators = self.connections, self._communicators
         if connections is None:
             return
@@ -279,6 +283,8 @@ class Group:
         targets = connections.now()
         if self.connections is connections:  # else it was left meanwhile: they may belong to the next generation
             connections.end(targets)
+            if for_all:
+                connections.close()
 
     @property
     def error(self) -> str:
@@ -320,7 +326,7 @@ class Group:
         _kept.append([*dist.distributed_c10d._world.pg_map, *self._side, self._store, self._offer])
         if dist.is_initialized():
             if communicators is None:
-                with contextlib.suppress(RuntimeError):  # an aborted group has no connection to shut down
+                with contextlib.suppress(RuntimeError):  # an aborted group has no connection left
                     dist.destroy_process_group()
             _forget_groups()  # else torch would refuse the next generation's default group
         if communicators is not None:

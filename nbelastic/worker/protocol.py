@@ -61,7 +61,7 @@ class SendOutput(Action):
 
 
 class AbortGroup(Action):
-    """Abort the present group, so that its other members raise as well."""
+    """Abort the present group for all, so that its other members raise as well: no driver asks them to."""
 
 
 class EndProcess(Action):

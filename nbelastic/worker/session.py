@@ -167,7 +167,7 @@ class Session:
         """Report that this worker is ready, and wait for its next world. JobStoppedError if the job ends."""
         offers = self._groups.next
         if offers.offer is None:
-            self.leave_group()  # first: an abort shuts down every connection that is opened while a group forms
+            self.leave_group()  # first: an abort ends every connection that is opened while a group forms
         self._protocol.leave()
         offer = offers.take_offer()
         news, sent = None, None

@@ -1,6 +1,6 @@
 """The connections of one generation's process groups, identified by the addresses at their ends.
 
-Other threads of the program may open connections at any moment, also while a group forms: those are never shut down.
+Other threads of the program may open connections at any moment, also while a group forms: those are never ended.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Connections:
     """Sockets opened after this was made: listeners on `ports`, and connections between those and `others`."""
 
     def __init__(self) -> None:
-        self._before = open_sockets()
-        self._found: set[str] = set()  # the inodes of those that were connected: they stay what they are
         self._ended: dict[str, socket.socket] = {}  # by inode, what keeps the connection open
+        self._found: set[str] = set()  # the inodes of those that were connected: they stay what they are
+        self._before = open_sockets()
         self.ports: frozenset[int] = frozenset()  # of this process's listeners
         self.others: frozenset[Endpoint] = frozenset()  # listeners of other members, and the store
 
@@ -45,13 +45,18 @@ class Connections:
                     self._ended[inode] = ended
 
     def close(self) -> None:
-        """Close those that were ended: no rank uses them any more. In any thread."""
+        """Close those that were ended: no other rank is to use them any more. In any thread.
+
+        They are shut down first, as a forked child may have their descriptors.
+        """
         ended, self._ended = self._ended, {}
         for connection in ended.values():
-            connection.close()
+            with connection, contextlib.suppress(OSError):  # the other end has gone
+                connection.shutdown(socket.SHUT_RDWR)
 
     def __del__(self) -> None:
-        self.close()
+        for connection in self._ended.values():
+            connection.close()
 
     def _is_one(self, fd: int, inode: str) -> bool:
         with borrowed(fd, inode) as ours:
@@ -118,7 +123,8 @@ def end(fd: int, inode: str) -> socket.socket | None:
     with borrowed(fd, inode) as connection, contextlib.suppress(OSError):
         if connection is not None and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             connection.shutdown(socket.SHUT_RD)
-            return connection.dup()
+            # not `dup`: it would make the connection blocking, for gloo too
+            return socket.socket(connection.family, connection.type, connection.proto, fileno=connection.detach())
     return None
 
 

@@ -130,12 +130,23 @@ def test_a_first_world_forms_without_newcomers_that_receive_no_orders():
     assert (story.names, story.cluster.resets) == (["a/0#1", "a/1#1", "c/0#1"], 0)
 
 
+def test_a_host_without_members_delays_no_change():
+    """Its newcomer cannot join now. A worker of another host joins at once, and the first host is lost after a minute."""
+    story = disconnect(Story("a:1", "c:1", min=1).answer())
+    story.submit().quiet(5.0)
+    assert story.names == ["a/0#1"]
+    story.add("d:1").quiet(5.0)
+    assert (story.names, lost(story)) == (["a/0#1", "d/0#1"], [])
+    story.quiet(60.0)
+    assert len(lost(story)) == 1
+
+
 def test_a_first_world_that_needs_a_newcomer_without_orders_says_so():
     """Too few others are ready: the job waits for the host, names it, and trains once it is reached."""
     story = Story("a:1", "c:1", min=2).answer()
     story.submit().hear(ev.WorkerReady, "c/0#1")
     disconnect(story).quiet(30.0)
-    assert story.reason == f"1 of min 2 workers ready; waiting for c: {WHY}; nbelastic opens another one"
+    assert story.reason == f"1 of min 2 workers ready; waiting for c: {WHY}"
     story.send(HostReconnected("c"))
     story.quiet(1.0)
     assert (story.names, lost(story)) == (["a/0#1", "c/0#1"], [])

@@ -1,4 +1,7 @@
-"""Process groups of a simulation: all ranks connect, then make collectives together. A peer that ends or leaves breaks the group."""
+"""Process groups of a simulation: all ranks connect, then make collectives together.
+
+A rank that leaves is missed by the others, as its connections stay open for a while. When it closes them, or ends, the group breaks.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +59,15 @@ class Group:
         for done in self._take_waiting():
             self._call(done, "", most)
 
-    def leave(self, rank: int, why: str = "a peer has closed its connections") -> None:
-        """A rank closes its connections, aborts them, or has ended: collectives of the others fail, now or later."""
+    def leave(self, rank: int) -> None:
+        """A rank leaves or aborts: the others wait for it."""
         done = self._waiting.pop(rank, None)
         if done is not None:
             self._call(done, "aborted", 0.0)
+
+    def close(self, rank: int, why: str = "a peer has closed its connections") -> None:
+        """A rank closes its connections, or has ended: collectives of the others fail, now or later."""
+        self.leave(rank)
         if self._hosts.pop(rank, None) is not None and not self.broken:
             self.broken = why
             for each in self._take_waiting():

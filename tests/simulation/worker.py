@@ -67,6 +67,7 @@ class Worker:
         self._timer: Any = None
         self._waiting_number = 0  # of the present wait: calls for an earlier one are late
         self._group: Group | None = None
+        self._left: tuple[Group, int] | None = None  # the last group, whose connections are open
         self._group_rank = 0
         self._prepared: dict[int, tuple[Group, int]] = {}
         self._read: Formation | None = None
@@ -93,9 +94,11 @@ class Worker:
     def die(self) -> None:
         self.is_alive = False
         self._main = None
-        self._leave_group("its process has ended")
+        if self._group is not None:
+            self._group.close(self._group_rank, "its process has ended")
+        self._close_left("its process has ended")
         for group, rank in self._prepared.values():
-            group.leave(rank, "its process has ended")
+            group.close(rank, "its process has ended")
         self._prepared.clear()
 
     def stop(self) -> None:
@@ -137,6 +140,8 @@ class Worker:
                     self._prepare(formation)
                 case protocol.Perform(message=order):
                     self._perform(order)
+                case protocol.AbortGroup() if self._group is not None:
+                    self._group.close(self._group_rank)
         self._abort_what_is_over()
         if self._waits_for_news and self._inbox:
             self._waits_for_news = False
@@ -169,14 +174,21 @@ class Worker:
     def _abort_what_is_over(self) -> None:
         for generation in [number for number in self._prepared if self.protocol.is_over(number)]:
             group, rank = self._prepared.pop(generation)
-            group.leave(rank)
+            group.close(rank)
         if self._group is not None and self.protocol.is_over(self.protocol.generation):
             self._group.leave(self._group_rank)
 
-    def _leave_group(self, why: str = "a peer has closed its connections") -> None:
+    def _leave_group(self) -> None:
         if self._group is not None:
-            self._group.leave(self._group_rank, why)
-            self._group = None
+            self._close_left()
+            self._group.leave(self._group_rank)
+            self._left, self._group = (self._group, self._group_rank), None
+
+    def _close_left(self, why: str = "a peer has closed its connections") -> None:
+        if self._left is not None:
+            group, rank = self._left
+            group.close(rank, why)
+            self._left = None
 
     # ---- the main thread ----
 
@@ -326,6 +338,7 @@ class Worker:
         machine.total = len(self.commits)
         self._world.progress(self.id, machine.generation, machine.total)
         if machine.commits == OFFER_AT:
+            self._close_left()
             self._make_offer()
             self._send(ev.StoreOffered(self.id, machine.generation, self._offer))
         if self._attention:

@@ -106,8 +106,10 @@ def test_a_rank_that_goes_on_writing_to_an_aborted_one_meets_no_error():
         connections.ports = frozenset({server.getsockname()[1]})
         aborted = server.accept()[0]
         with aborted:
+            aborted.setblocking(False)  # as gloo's are
             connections.end({name: fd for name, fd in connections.now().items() if fd == aborted.fileno()})
             assert aborted.recv(1) == b""
+            assert not os.get_blocking(aborted.fileno())
         for _ in range(2):  # the first write after the connection's end would succeed
             other.sendall(b"a gradient")
             assert not select.select([other], [], [], 0.05)[0]
@@ -154,8 +156,9 @@ def test_a_member_that_dies_as_soon_as_it_has_connected_is_missed(monkeypatch):
             return complete(group)
         both_connected.wait(20)
         pairs = {i: fd for i, fd in group.connections.now().items() if count_connected([fd], group._listeners)}
-        for inode, fd in pairs.items():
-            end(fd, inode).close()
+        for inode, fd in pairs.items():  # the other member's thread may have ended it already
+            with end(fd, inode) or contextlib.nullcontext():
+                pass
         until(lambda: pairs.keys().isdisjoint(group.connections.now()))
         return complete(group)
 
