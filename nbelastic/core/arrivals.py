@@ -69,8 +69,10 @@ def reachable_newcomers(cluster: ClusterState) -> PersistentSet[WorkerId]:
 
 
 def any_coming(cluster: ClusterState) -> bool:
-    """Whether a worker or a host is starting."""
-    return bool(cluster.starting) or any(host.phase is HostPhase.STARTING for host in cluster.hosts.values())
+    """Whether a worker or a host is starting, or the host of a newcomer may receive orders again."""
+    if cluster.starting or len(reachable_newcomers(cluster)) < len(cluster.newcomers):
+        return True
+    return any(host.phase is HostPhase.STARTING for host in cluster.hosts.values())
 
 
 def settled(cluster: ClusterState, now: float) -> bool:

@@ -1,8 +1,8 @@
 """Hosts whose connection to the driver has ended while their agents may run on, as over ssh.
 
 Their workers then train on. But they receive no order, so such a host is lost as soon as the training breaks. A change that has begun
-waits for it for some seconds, and a change that is only planned for a minute. A host without members is lost after a minute, and no world
-is formed with its workers meanwhile.
+waits for it for some seconds, and a change that is only planned for a minute. A host without members has that minute too, but no change
+waits for it, and no world is formed with its workers meanwhile.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ def _patience(cluster: ClusterState, name: str) -> float:
 
 
 def _is_needed(cluster: ClusterState, name: str) -> bool:
-    """Whether a worker there is a member of the world, or of the one that is being prepared."""
-    prepared = cluster.next_formation.members if cluster.next_formation is not None else ()
-    return any(w.host == name for ids in (cluster.members, prepared) for w in ids)
+    """Whether a worker there is a member of the world, or of the one to which all change over."""
+    prepared = cluster.next_formation if cluster.stage is Stage.LEAVING else None
+    joining = prepared.members if prepared is not None else ()
+    return any(w.host == name for ids in (cluster.members, joining) for w in ids)
 
 
 def delay_change(cluster: ClusterState) -> bool:

@@ -22,7 +22,7 @@ from nbelastic.core.state import (
     with_worker,
     without,
 )
-from nbelastic.core.state_holders import assign_kept_state, keeper, state_lives
+from nbelastic.core.state_holders import assign_kept_state, holders, keeper, state_lives
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
@@ -58,9 +58,10 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
     limits = cluster.limits
     if cluster.failed_formations and cluster.partition_check.pairs:
         return with_reason(cluster, Reason("not-formed", generation=cluster.generation), cluster.partition_check.until)
-    ready = len(cluster.members) + len(arrivals.reachable_newcomers(cluster))
+    reachable = len(arrivals.reachable_newcomers(cluster))
+    ready = len(cluster.members) + reachable
     if ready < limits.min:
-        coming = len(cluster.starting) - len(cluster.unregistered)
+        coming = len(cluster.starting) - len(cluster.unregistered) + len(cluster.newcomers) - reachable
         return _too_few(cluster, Reason("too-few", ready, limits.min), now, coming=ready + coming >= limits.min)
     if cluster.kept_state is not None and not any(cluster.workers[w].has_state for w in next_members(cluster)):
         host, reader = keeper(cluster), cluster.kept_state.reader
@@ -68,8 +69,9 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
             w.host == host and cluster.workers[w].registered for w in cluster.starting
         )
         return _too_few(cluster, Reason("kept", names=(host,)), now, coming=coming)
-    if cluster.disconnected and state_lives(cluster) and not _holds_state(cluster, next_members(cluster)):
-        return _too_few(cluster, Reason("disconnected", names=tuple(sorted(cluster.disconnected))), now, coming=True)
+    held_on = {w.host for w in holders(cluster)} if cluster.disconnected else set()
+    if held_on and held_on <= cluster.disconnected.keys():  # without it a world would begin from initial values
+        return _too_few(cluster, Reason("disconnected", names=tuple(sorted(held_on))), now, coming=True)
     survivors = len(cluster.members) - len(cluster.leaving)
     if survivors < limits.min and ready < limits.most and not arrivals.settled(cluster, now):
         reason = Reason("ready", ready, missing=arrivals.missing(cluster, now))
@@ -169,12 +171,6 @@ def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[Worker
     if others + len(eligible) >= cluster.limits.min:
         return eligible
     return newcomers if cluster.stage is Stage.GATHERING else free
-
-
-def _holds_state(cluster: ClusterState, members: Collection[WorkerId]) -> bool:
-    """Whether one of these has the training state, if there is one yet."""
-    job = cluster.active
-    return job is None or not job.formed or any(cluster.workers[w].has_state for w in members)
 
 
 def _holds_kept_state(cluster: ClusterState, w: WorkerId) -> bool:

@@ -44,6 +44,8 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
             return with_reason(cluster, Reason("joining", size - missing, size, cluster.generation))
         case Stage.RUNNING:
             return _plan_change(cluster, now, out)
+        case Stage.PREPARING if cluster.disconnected and _lost_newcomer(cluster):
+            return _plan_change(generation_end.cancel_next(cluster, out), now, out)
         case Stage.PREPARING if missing and now < cluster.prepare_by:
             preparing = Reason("preparing", names=first_names(cluster.awaiting))
             return with_reason(cluster, _training(cluster, preparing), cluster.prepare_by)
@@ -93,7 +95,8 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
         return halts.ask(cluster, out)
     size, most = len(cluster.members), generations.most_members(cluster)
     room = size - len(cluster.leaving) < most
-    if not cluster.leaving and not (room and cluster.newcomers - cluster.held_back.keys()):
+    newcomers = arrivals.reachable_newcomers(cluster)
+    if not cluster.leaving and not (room and newcomers - cluster.held_back.keys()):
         return with_reason(cluster, _training(cluster, _held_back(cluster) if room else None))
     if now < cluster.change_after:
         reason = _training(cluster, Reason("put-off", text=cluster.postponed_because))
@@ -103,7 +106,7 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
         return with_reason(cluster, reason, cluster.settling_since + cluster.limits.timeouts.settle)
     target = generations.next_members(cluster)
     if not _worth_it(cluster, target):
-        last = Reason("last-holder") if target == cluster.members else None
+        last = Reason("last-holder") if cluster.leaving and target == cluster.members else None
         return with_reason(cluster, _training(cluster, last, arrivals.missing(cluster, now)))
     failed = any(cluster.workers[w].failures for w in target if w not in cluster.member_set)
     # a newcomer that failed before may join only if it can be prepared
@@ -207,6 +210,13 @@ def _ask_to_leave(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
 def _fits(cluster: ClusterState, prepared: cmd.FormWorld) -> bool:
     """Whether the prepared generation is still wanted."""
     return prepared.members == generations.next_members(cluster) and len(prepared.members) >= cluster.limits.min
+
+
+def _lost_newcomer(cluster: ClusterState) -> bool:
+    """Whether a newcomer of the prepared generation receives no orders."""
+    prepared = cluster.next_formation
+    joining = prepared.members if prepared is not None else ()
+    return any(w.host in cluster.disconnected and w not in cluster.member_set for w in joining)
 
 
 def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:

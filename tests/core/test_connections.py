@@ -137,8 +137,34 @@ def test_a_host_without_members_delays_no_change():
     assert story.names == ["a/0#1"]
     story.add("d:1").quiet(5.0)
     assert (story.names, lost(story)) == (["a/0#1", "d/0#1"], [])
+    assert story.reason == "2 workers train in generation 2"
     story.quiet(60.0)
     assert len(lost(story)) == 1
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_leaver_stays_while_its_successor_receives_no_orders(returns):
+    """Without the leaver the world would be below `min`: all train on until the newcomer can join, or is lost."""
+    story = Story("a:1", "b:1", min=2, elastic_timeout=20.0).answer()
+    story.submit().quiet(5.0)
+    story.add("c:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
+    disconnect(story).answer()
+    story.remove("b")
+    story.quiet(30.0)
+    assert (story.names, story.cluster.stage) == (["a/0#1", "b/0#1"], Stage.RUNNING)
+    story.send(HostReconnected("c"))
+    story.quiet(5.0)
+    assert story.names == ["a/0#1", "c/0#1"]
+
+
+def test_a_prepared_newcomer_that_receives_no_orders_is_left_out():
+    """The others do not wait for it: its host has a minute to be reached again, then it joins."""
+    story = with_stage(Stage.PREPARING)
+    disconnect(story, "d").quiet(30.0)
+    assert (story.cluster.stage, lost(story)) == (Stage.RUNNING, [])
+    story.send(HostReconnected("d"))
+    story.quiet(5.0)
+    assert "d/0#1" in story.names
 
 
 def test_a_first_world_that_needs_a_newcomer_without_orders_says_so():

@@ -14,6 +14,7 @@ from nbelastic.core.cluster_snapshot import snapshot_of
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import HostReconnected
 from nbelastic.protocol.program_events import ReplicaDiffered
 from tests.core.any_story import HOSTS, LONG_ENOUGH, AnyStory
 from tests.core.invariants import WORDS
@@ -208,6 +209,8 @@ class EveryStory(AnyStory):
             return
         story = self.story
         self.mend()
+        for name in sorted(story.cluster.disconnected):
+            story.send(HostReconnected(name))
         story.send(ev.ResumeRequested("a test"))
         story.leave_debugger(*story.fakes)
         for name in [name for name in story.cluster.hosts if story.cluster.hosts[name].phase is not HostPhase.DRAINING]:

@@ -140,8 +140,6 @@ class Worker:
                     self._prepare(formation)
                 case protocol.Perform(message=order):
                     self._perform(order)
-                case protocol.AbortGroup() if self._group is not None:
-                    self._group.close(self._group_rank)
         self._abort_what_is_over()
         if self._waits_for_news and self._inbox:
             self._waits_for_news = False
@@ -229,6 +227,7 @@ class Worker:
     def _program(self, job: str) -> Main:
         machine = self.protocol
         self._leave_group()
+        self._close_left()
         self._inbox.clear()
         self._read = None
         machine.begin(job, 0)
