@@ -60,8 +60,11 @@ class Aborting:
             raised.wait(0.001)
         took = time.monotonic() - began
         ready()  # all have raised, or never will
-        (group.leave if raised.is_set() else group.abandon)()
-        _forget()
+        if raised.is_set():
+            group.leave()
+        else:
+            group.abandon()
+            _forget()
         return [("woken", took), ("hung", float(not raised.is_set()))]
 
     def _reduce(self, raised: threading.Event) -> None:
@@ -78,15 +81,14 @@ class Aborting:
 
 
 def _forget() -> None:
-    """A rank that hangs keeps torch's default group: make torch forget it, as a new process would."""
+    """A rank that hangs cannot leave its group: make torch forget it, as a new process would."""
     import torch.distributed as dist
 
     from nbelastic.worker import process_group
 
-    if dist.is_initialized():
-        process_group._kept.append([*dist.distributed_c10d._world.pg_map])
-        process_group._forget_groups()
-        dist.distributed_c10d.ProcessGroupGloo = process_group.GLOO
+    process_group._kept.append([*dist.distributed_c10d._world.pg_map])
+    process_group._forget_groups()
+    dist.distributed_c10d.ProcessGroupGloo = process_group.GLOO
 
 
 def one_size(elements: int, rounds: int) -> dict[str, list[float]]:

@@ -103,6 +103,7 @@ def test_a_rank_that_goes_on_writing_to_an_aborted_one_meets_no_error():
     """Gloo would not report it. The aborted rank reads the end of the data at once; the other one when all have left."""
     connections = Connections()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
+        other.settimeout(20)
         connections.ports = frozenset({server.getsockname()[1]})
         aborted = server.accept()[0]
         with aborted:
