@@ -86,23 +86,23 @@ def _patience(cluster: ClusterState, name: str) -> float:
     if cluster.active is None or cluster.stands_still:
         return NEVER
     reconnect = cluster.limits.timeouts.reconnect
-    if not _is_needed(cluster, name):
+    if name not in _needed(cluster):
         return reconnect  # programs that have not trained yet need no order
     if cluster.stage is Stage.RUNNING and not cluster.suspects:
         return reconnect if _is_change_wanted(cluster) else NEVER
     return 0.0 if cluster.stage is Stage.GATHERING or cluster.suspects else BLIP  # 0: the host may be the cause
 
 
-def _is_needed(cluster: ClusterState, name: str) -> bool:
-    """Whether a worker there is a member of the world, or of the one to which all change over."""
+def _needed(cluster: ClusterState) -> set[str]:
+    """The disconnected hosts with a member of the world, or of the one to which all change over."""
     prepared = cluster.next_formation if cluster.stage is Stage.LEAVING else None
     joining = prepared.members if prepared is not None else ()
-    return any(w.host == name for ids in (cluster.members, joining) for w in ids)
+    return {w.host for ids in (cluster.members, joining) for w in ids} & cluster.disconnected.keys()
 
 
-def delay_change(cluster: ClusterState) -> bool:
+def delays_change(cluster: ClusterState) -> bool:
     """Whether the running world has to halt or change, and a host of its members receives no orders."""
-    return _is_change_wanted(cluster) and any(_is_needed(cluster, name) for name in cluster.disconnected)
+    return bool(cluster.disconnected) and _is_change_wanted(cluster) and bool(_needed(cluster))
 
 
 def _is_change_wanted(cluster: ClusterState) -> bool:
@@ -114,6 +114,6 @@ def _is_change_wanted(cluster: ClusterState) -> bool:
 
 def wait(cluster: ClusterState) -> tuple[Reason, float]:
     """The reason for which a change waits, and until when."""
-    needed = sorted(name for name in cluster.disconnected if _is_needed(cluster, name))
+    needed = sorted(_needed(cluster))
     until = min(cluster.disconnected[name].since for name in needed) + cluster.limits.timeouts.reconnect
     return Reason("disconnected", names=tuple(needed)), until

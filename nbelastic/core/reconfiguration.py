@@ -88,7 +88,7 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
     """While a world runs: halt it, or prepare a better one, if there is one and its newcomers are ready."""
     if swaps.is_on_trial(cluster):
         return halts.progress(halts.halt_at(cluster, 1, out), now, out)
-    if cluster.disconnected and connections.delay_change(cluster):
+    if connections.delays_change(cluster):
         reason, until = connections.wait(cluster)
         return with_reason(cluster, _training(cluster, reason), until)
     if halts.is_wanted(cluster) and now >= cluster.change_after:

@@ -47,7 +47,8 @@ class RunMagics(ClusterMagics):
     def elastic_run(self, options: Namespace, cell: str | None) -> Job:
         """Train: %%elastic_run runs its cell as the program of every worker, %elastic_run runs a torchrun script.
 
-        Returns a Job at once. If it fails, its error appears below the cell. With --swap the cell takes over the training of the job that runs, and returns that job.
+        Returns a Job at once. If it fails, its error appears below the cell. With --swap the cell takes over the training of
+        the job that runs, and returns that job.
         """
         self._check_variable(options.job_variable)
         checkpoints = {name: value for name, value in vars(options).items() if name.startswith("checkpoint")}

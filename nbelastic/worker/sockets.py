@@ -40,7 +40,7 @@ class Connections:
         """
         for inode, fd in sockets.items():
             if inode not in self._ended:
-                ended = end(fd, inode)
+                ended = end_reading(fd, inode)
                 if ended is not None:
                     self._ended[inode] = ended
 
@@ -114,7 +114,7 @@ def peers(descriptors: Iterable[int]) -> frozenset[str]:
     return frozenset(found)
 
 
-def end(fd: int, inode: str) -> socket.socket | None:
+def end_reading(fd: int, inode: str) -> socket.socket | None:
     """Let a thread that reads this connection read its end. Returns a duplicate, which keeps it open; None: it is closed.
 
     Never a listener: the next generation uses the listener of the process's gloo device too. The descriptor may belong to
@@ -123,8 +123,7 @@ def end(fd: int, inode: str) -> socket.socket | None:
     with borrowed(fd, inode) as connection, contextlib.suppress(OSError):
         if connection is not None and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             connection.shutdown(socket.SHUT_RD)
-            # not `dup`: it would make the connection blocking, for gloo too
-            return socket.socket(connection.family, connection.type, connection.proto, fileno=connection.detach())
+            return _as_it_is(connection.detach())  # not `dup`: it would make the connection blocking, for gloo too
     return None
 
 
@@ -138,13 +137,18 @@ def borrowed(fd: int, inode: str = "") -> Iterator[socket.socket | None]:
         return
     same = not inode or f"socket:[{os.fstat(copy).st_ino}]" == inode
     try:
-        ours = socket.socket(fileno=copy)
+        ours = _as_it_is(copy)
     except OSError:
         os.close(copy)
         yield None
         return
     with ours:
         yield ours if same and ours.family in _NETWORK else None
+
+
+def _as_it_is(fd: int) -> socket.socket:
+    """A Python socket over `fd`, which stays blocking, or not, as it is: any other type obeys `socket.setdefaulttimeout`."""
+    return socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=fd)
 
 
 def endpoint(address: object, port: object, *_: object) -> Endpoint:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from nbelastic.core.generations import form_when_enough
 from nbelastic.core.liveness import is_cut_off, is_host_lost
+from nbelastic.core.persistent import PersistentSet
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
@@ -176,6 +179,18 @@ def test_a_first_world_that_needs_a_newcomer_without_orders_says_so():
     story.send(HostReconnected("c"))
     story.quiet(1.0)
     assert (story.names, lost(story)) == (["a/0#1", "c/0#1"], [])
+
+
+def test_no_world_forms_without_the_training_state_while_its_host_receives_no_orders():
+    """All members are newcomers now, and only the one on c has the state: the others wait for c, and do not begin anew."""
+    story = disconnect(with_stage(Stage.RUNNING))
+    workers = {w: replace(worker, has_state=w.host == "c") for w, worker in story.cluster.workers.items()}
+    newcomers = PersistentSet(story.cluster.members)
+    no_world = replace(story.cluster, stage=Stage.GATHERING, workers=workers, members=(), newcomers=newcomers)
+    orders = []
+    waiting = form_when_enough(no_world, story.now, orders)
+    assert (waiting.stage, waiting.reason.kind, waiting.reason.names) == (Stage.GATHERING, "disconnected", ("c",))
+    assert orders == []
 
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.FORMING])

@@ -15,7 +15,7 @@ from nbelastic.worker import process_group
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import Group, Offer
-from nbelastic.worker.sockets import Connections, borrowed, count_connected, end, listeners, open_sockets
+from nbelastic.worker.sockets import Connections, borrowed, count_connected, end_reading, listeners, open_sockets
 from tests.support.waiting import until
 from tests.worker.forming import form, formation
 
@@ -24,7 +24,7 @@ def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
     """A connection was closed after it was listed: a file that reuses its number stays open."""
     with (tmp_path / "file").open("w") as file:
         before = len(os.listdir("/proc/self/fd"))
-        assert end(file.fileno(), "socket:[1]") is None
+        assert end_reading(file.fileno(), "socket:[1]") is None
         assert len(os.listdir("/proc/self/fd")) == before
         file.write("still open")
 
@@ -99,6 +99,23 @@ def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
             assert open_sockets()[inode] == ours.fileno()
 
 
+def test_a_default_timeout_of_the_program_leaves_connections_as_they_are():
+    """`socket.setdefaulttimeout(30)`: torch's connection to its store stays blocking when nbelastic lists or ends it."""
+    before = socket.getdefaulttimeout()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as store:
+        inode = os.readlink(f"/proc/self/fd/{store.fileno()}")
+        try:
+            socket.setdefaulttimeout(30)
+            with borrowed(store.fileno(), inode) as copy:
+                assert copy is not None
+                assert os.get_blocking(store.fileno())
+            with end_reading(store.fileno(), inode) as ended:
+                assert ended is not None
+                assert os.get_blocking(store.fileno())
+        finally:
+            socket.setdefaulttimeout(before)
+
+
 def test_a_rank_that_goes_on_writing_to_an_aborted_one_meets_no_error():
     """Gloo would not report it. The aborted rank reads the end of the data at once; the other one when all have left."""
     connections = Connections()
@@ -158,7 +175,7 @@ def test_a_member_that_dies_as_soon_as_it_has_connected_is_missed(monkeypatch):
         both_connected.wait(20)
         pairs = {i: fd for i, fd in group.connections.now().items() if count_connected([fd], group._listeners)}
         for inode, fd in pairs.items():  # the other member's thread may have ended it already
-            with end(fd, inode) or contextlib.nullcontext():
+            with end_reading(fd, inode) or contextlib.nullcontext():
                 pass
         until(lambda: pairs.keys().isdisjoint(group.connections.now()))
         return complete(group)
