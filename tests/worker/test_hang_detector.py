@@ -4,7 +4,9 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker import hang_detector
 from nbelastic.worker.hang_detector import GPU_HANG_TIMEOUT, HANG_TIMEOUT, HangResponse, MainThread
+from tests.support.waiting import until
 
 W = WorkerId("a", 0, 1)
 GENERATION = 7
@@ -39,10 +42,10 @@ def watched(main, seconds, *, with_gpu=False):
     return longest[0]
 
 
-def wait_in(filename):
-    """A function that sleeps, with `filename` as its file."""
-    namespace = {"time": time}
-    exec(compile("def wait(seconds):\n    time.sleep(seconds)", filename, "exec"), namespace)
+def wait_in(filename, block=time.sleep):
+    """A function that waits in `block`, with `filename` as its file."""
+    namespace = {"block": block}
+    exec(compile("def wait(*arguments):\n    block(*arguments)", filename, "exec"), namespace)
     return namespace["wait"]
 
 
@@ -106,21 +109,32 @@ def test_with_a_gpu_one_long_call_of_torchs_is_a_hang(where, hangs):
 
 
 def test_with_a_gpu_a_backward_pass_that_computes_is_no_hang():
-    """The main thread sleeps in autograd, while a thread of autograd computes."""
-    over = threading.Event()
+    """The main thread sleeps in autograd for longer than a hang may last, while a thread of autograd computes."""
+    over, ended, durations = SimpleQueue(), threading.Event(), []
 
     def compute():
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
-        while not over.is_set():
+        while not ended.is_set():
             sum(range(1000))
 
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        assert watched(wait_in("/torch/autograd/graph.py"), 0.8, with_gpu=True) <= 0.2
-    finally:
-        over.set()
-        thread.join()
+    def measure():
+        try:
+            main = MainThread(0.0, with_gpu=True)
+            until(main._is_in_collective)
+            for now in (0.0, 2 * GPU_HANG_TIMEOUT, 4 * GPU_HANG_TIMEOUT):
+                before = hang_detector._autograd_times()
+                until(lambda before=before: hang_detector._autograd_times() != before)
+                durations.append(main.hangs_for(now))
+        finally:
+            ended.set()
+            over.put(None)
+
+    with ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(compute), pool.submit(measure)]
+        wait_in("/torch/autograd/graph.py", over.get)(True, 60)
+        for thread in threads:
+            thread.result(20)
+    assert durations == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("with_gpu", "patience"), [(False, HANG_TIMEOUT), (True, GPU_HANG_TIMEOUT)])
