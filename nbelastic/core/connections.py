@@ -66,8 +66,6 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Give up disconnected hosts without which the job cannot go on, or for which a change has waited too long."""
     for name, known in list(cluster.disconnected.items()):
         if name in cluster.disconnected and now >= known.since + _patience(cluster, name):
-            # A worker that this event has just replaced is not started there.
-            out[:] = [c for c in out if not (isinstance(c, cmd.StartWorker) and c.worker.host == name)]
             cluster = losses.exclude_host(cluster, name, known.reason, now, out, kind="host-lost")
     return cluster
 

@@ -63,7 +63,9 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     free: gpus.FreeGpus | None = None
 
     def room(name: str, host: Host) -> float:
-        """How many may be started there."""
+        """How many may be started there: none while it receives no orders."""
+        if name in cluster.disconnected:
+            return 0
         if name == needs_reader and host.is_up:
             return max(1, wanted - len(started))
         return wanted - len(started) if host.phase is HostPhase.UP else 0

@@ -133,6 +133,18 @@ def test_a_first_world_forms_without_newcomers_that_receive_no_orders():
     assert (story.names, story.cluster.resets) == (["a/0#1", "a/1#1", "c/0#1"], 0)
 
 
+def test_no_worker_is_started_where_no_order_arrives():
+    """A worker dies on a host that receives no orders: another host's free slot is used at once, and its own once it is reached."""
+    story = disconnect(Story("a:1", "c:1", min=1, max=2).answer())
+    story.add("d:1").kill("c/0#1")
+    story.quiet(2.0)
+    assert story.alive() == ["a/0#1", "d/0#1"]
+    story.send(HostReconnected("c"))
+    story.scale(1, 3)
+    story.quiet(2.0)
+    assert story.alive("c") == ["c/0#2"]
+
+
 def test_a_host_without_members_delays_no_change():
     """Its newcomer cannot join now. A worker of another host joins at once, and the first host is lost after a minute."""
     story = disconnect(Story("a:1", "c:1", min=1).answer())
