@@ -42,7 +42,8 @@ for pair in "${@:-${supported[@]}}"; do
     tried=$((tried + 1))
     mkdir "$work/$tried"
     if try "$found" "${pair#*/}" "$work/$tried" 2>&1 | tee "$work/log"; then result=passed; else result=FAILED failed=1; fi
-    table+=("$pair  $result: $(tail -n 1 "$work/log")")
+    # torch's libraries may print after pytest
+    table+=("$pair  $result: $(grep -aE '[0-9]+ (passed|failed|error)' "$work/log" || tail -n 1 "$work/log")")
     rm -rf "${work:?}/$tried"
 done
 printf '\n%s\n' "python/torch"
