@@ -38,8 +38,11 @@ class ScriptTraining:
     def lines(self) -> list[dict[str, Any]]:
         return lines_in(self.folder)
 
-    def wait_for_world(self, world: int, timeout: float = 40.0) -> list[Any]:
-        """Wait until `world` workers train together; return them by rank."""
+    def wait_for_world(self, world: int, timeout: float = 100.0) -> list[Any]:
+        """Wait until `world` workers train together; return them by rank.
+
+        Each imports torch anew at each change, which took 20 s on two cores at a load of 15.
+        """
 
         def stepped() -> bool:
             status = self.cluster.status()
@@ -51,7 +54,7 @@ class ScriptTraining:
         assert not self.job.done(), self.job.exception()
         return by_rank(self.cluster)
 
-    def finish(self, timeout: float = 40.0) -> list[dict[str, Any]]:
+    def finish(self, timeout: float = 100.0) -> list[dict[str, Any]]:
         """End the training, check that no step is missing, and return the logged lines."""
         (self.folder / "finish").touch()
         self.job.result(timeout=timeout)
