@@ -27,7 +27,7 @@ def is_stopped(pid: int) -> bool:
 def stat_of(pid: int) -> list[str]:
     """The fields of `/proc/<pid>/stat` after the name, the state letter first; ["X"] if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ["X"]
 

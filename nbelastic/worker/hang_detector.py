@@ -93,7 +93,7 @@ def _autograd_times() -> list[int]:
     found = []
     for task in sorted(os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):  # the thread has ended
-            if Path(f"/proc/self/task/{task}/comm").read_text().startswith("pt_autograd"):
+            if Path(f"/proc/self/task/{task}/comm").read_text(errors="replace").startswith("pt_autograd"):
                 found.append(read_stat(int(task))[1])
     return found
 
@@ -101,7 +101,7 @@ def _autograd_times() -> list[int]:
 def read_stat(task: int) -> tuple[str, int]:
     """The state of a thread of this process, and the CPU time that it has used, in ticks."""
     try:
-        fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/self/task/{task}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:  # the thread has ended
         return "", -1
     return fields[0], int(fields[11]) + int(fields[12])
