@@ -176,7 +176,7 @@ class Runner:
         frameworks().begin(order.workers)
         shell = get_ipython()
         with contextlib.suppress(SyntaxError):  # the program raises it
-            code = compile(shell.transform_cell(order.source), "", "exec")
+            code = compile(shell.transform_cell(order.source), "", "exec", dont_inherit=True)
             self._session.programs.borrowed = borrowed_names(code, shell.user_ns.keys() - self._names_before)
         with self._code.unless_it_fails():
             self._code.use(order.code, shell.user_ns)
@@ -332,7 +332,8 @@ def _execute(order: worker_messages.Program, source: str) -> Any:
     linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
     tree = ast.parse(code, filename)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, filename, "exec"), shell.user_ns)  # noqa: S102  (running the user's cell is the purpose)
-    if last is None:
-        return None
-    return eval(compile(ast.Expression(last.value), filename, "eval"), shell.user_ns)  # noqa: S307
+    compiled = partial(
+        compile, filename=filename, dont_inherit=True
+    )  # not with the `__future__` imports of this module
+    exec(compiled(tree, mode="exec"), shell.user_ns)  # noqa: S102  (running the user's cell is the purpose)
+    return None if last is None else eval(compiled(ast.Expression(last.value), mode="eval"), shell.user_ns)  # noqa: S307

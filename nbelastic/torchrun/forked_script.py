@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
+import logging
 import multiprocessing as mp
 import os
 import runpy
@@ -49,6 +51,8 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
         sys.stderr.write(user_traceback("".join(traceback.format_exception(error))))
         raise
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as at an interpreter's end
+        atexit._run_exitfuncs()  # before Python 3.14 a fork of multiprocessing ends without
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -84,12 +88,14 @@ def _end_with_agent() -> None:
 
 
 def _reset_process(variables: tuple[str, ...]) -> None:
-    """Undo what the template has set for itself and for engines: signals, environment, start method, streams."""
+    """Undo what the template has set for itself and for engines: signals, environment, exit handlers, start method, streams."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     for name in set(os.environ) - set(variables) - set(WORKER_VARIABLES):
         if not name.startswith("TORCHELASTIC_"):
             del os.environ[name]
+    atexit._clear()  # those of the template
+    atexit.register(logging.shutdown)
     mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`

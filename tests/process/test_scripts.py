@@ -46,7 +46,7 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 def test_a_script_gets_what_torchrun_gives(pair, by_torchrun, tmp_path, cold):
-    """Environment, arguments, `__main__`, path and folder are as under torchrun, in forks and in fresh interpreters."""
+    """Environment, arguments, `__main__`, path, folder and the end are as under torchrun, in forks and in new interpreters."""
     (folder := tmp_path / "ours").mkdir()
     pair.run_script(REPORT, folder, "word", max_restarts=3, cold=cold).result(timeout=60)
     ours = reports_by_rank(folder)
@@ -60,6 +60,7 @@ def test_a_script_gets_what_torchrun_gives(pair, by_torchrun, tmp_path, cold):
         assert mine["argv"][0] == theirs["argv"][0] == str(REPORT)
         for what in ("name", "file", "spec", "main", "pickled", "path", "cwd", "sum"):
             assert mine[what] == theirs[what], what
+    assert {path.name for path in folder.glob("*.ended")} == {"0.ended", "1.ended"}
 
 
 def test_a_module(pair, tmp_path):

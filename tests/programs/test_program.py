@@ -115,6 +115,14 @@ def test_a_call_in_a_message(session):
     assert (value(result), result.job, result.worker) == ("text", "job-1", W)
 
 
+def test_a_cell_is_compiled_as_in_a_notebook(session, monkeypatch):
+    """Not with the `__future__` imports of nbelastic's modules: an annotation is the class, not its name."""
+    shell = SimpleNamespace(user_ns={}, display_pub=None, transform_cell=lambda source: source)
+    monkeypatch.setattr(program, "get_ipython", lambda: shell)
+    cell = "class Options:\n    rate: float\nOptions.__annotations__['rate'] is float"
+    assert value(run(session, worker_messages.Program("job-1", "", source=cell))[0]) is True
+
+
 def test_a_call_in_a_file(session, tmp_path):
     """The file is mapped into memory: it may have any size."""
     path = tmp_path / "program"

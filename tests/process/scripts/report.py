@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -49,8 +50,9 @@ def write_report(folder: Path) -> None:
 
 def main() -> None:
     folder, actions = Path(sys.argv[1]), sys.argv[2:]
-    write_report(folder)
     rank = int(os.environ["RANK"])
+    atexit.register((folder / f"{rank}.ended").touch)
+    write_report(folder)
     print(f"rank {rank} speaks", flush=True)
     print(f"rank {rank} complains", file=sys.stderr)
     for action in actions:
