@@ -46,7 +46,7 @@ from nbelastic.protocol.ids import Gpu, WorkerId
 from nbelastic.protocol.local_clusters import remove_without_driver
 from nbelastic.system import running_agents, versions
 from nbelastic.system.addresses import address_of, is_loopback
-from nbelastic.system.folder_paths import code_folder, kept_state_folder, process_folder, user_folder
+from nbelastic.system.folder_paths import code_folder, kept_state_folder, log_file, process_folder, user_folder
 from nbelastic.system.ports import reserved_port
 from nbelastic.system.processes import kill_group, state_of
 from nbelastic.system.running_agents import Notice
@@ -332,14 +332,14 @@ class Agent:
 
     def _spawn(self, order: agent_messages.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
-        address, interface = self._home
+        (address, interface), log_dir = self._home, self._log_dir(order.log_dir)
         settings: dict[str, Any] = {
             "relay": str(self._folder),
             "worker": str(order.worker),
             "address": address,
             "interface": interface,
             "outward": next((i.name for i in self._addresses if not is_loopback(i.address)), ""),
-            "log_dir": str(self._log_dir(order.log_dir)),
+            "log_dir": str(log_dir),
             "heartbeat": self._config.heartbeat,
             "tunnel": self._config.tunnel,
             "gpu": order.gpu,
@@ -351,7 +351,7 @@ class Agent:
         process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
         assert process.pid is not None
         try:
-            self._workers[order.worker] = WorkerProcess(process, order.gpu)
+            self._workers[order.worker] = WorkerProcess(process, order.gpu, log_file(log_dir, order.worker, "err"))
         except psutil.NoSuchProcess:  # it has ended since start()
             self._carry_out(self._protocol.exited(order.worker, process.exitcode or 1))
             return
@@ -369,7 +369,7 @@ class Agent:
         process.join()
         if worker.gpu:
             self._gpus.note_ended(process.pid or 0, worker.gpu)
-        self._carry_out(self._protocol.exited(w, process.exitcode or 0))
+        self._carry_out(self._protocol.exited(w, process.exitcode or 0, worker.last_line()))
         del self._workers[w]
         process.close()
 

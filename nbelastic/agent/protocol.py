@@ -161,10 +161,10 @@ class Protocol:
         self._workers[w] = _Worker(pid)
         return [Send(ev.WorkerStarted(w, pid))]
 
-    def exited(self, w: WorkerId, code: int) -> list[Action]:
+    def exited(self, w: WorkerId, code: int, last_line: str = "") -> list[Action]:
         """The worker's process has ended: end its child processes."""
         known = self._workers.pop(w, None) is not None
-        return [Send(ev.WorkerExited(w, code)), *([Signal(w, kill=True)] if known else [])]
+        return [Send(ev.WorkerExited(w, code, last_line)), *([Signal(w, kill=True)] if known else [])]
 
     def check_states(self, states: Mapping[WorkerId, str], now: float) -> list[Action]:
         """Check the states of the workers' processes, letters as in /proc.

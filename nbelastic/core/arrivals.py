@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from nbelastic.core import backoff
 from nbelastic.core.persistent import PersistentSet
 from nbelastic.core.reasons import MOST, Missing
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState
@@ -30,7 +31,7 @@ def worker_deadline(cluster: ClusterState, w: WorkerId) -> float:
 
 def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
     """The first workers, hosts and slots that the cluster waits for."""
-    found = [_awaited(cluster.workers[w]) for w in islice(cluster.starting, MOST)]
+    found = [_awaited(cluster, cluster.workers[w]) for w in islice(cluster.starting, MOST)]
     for name, host in cluster.hosts.items():
         if len(found) >= MOST:
             break
@@ -44,7 +45,7 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
             found.append(Missing("host", name, cluster.disconnected[name].reason))
         elif not host.full:
             found += [
-                Missing("backoff", f"{name}/{index}", until=slot.backoff_until)
+                Missing("backoff", f"{name}/{index}", backoff.why_in_backoff(slot), until=slot.backoff_until)
                 for index, slot in enumerate(host.slots[: host.spec.slots])
                 if slot.backoff_until > now
             ]
@@ -55,9 +56,12 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
     return tuple(found[:MOST])
 
 
-def _awaited(worker: Worker) -> Missing:
+def _awaited(cluster: ClusterState, worker: Worker) -> Missing:
     if worker.running_cell:
         return Missing("in a setup cell", str(worker.id), since=worker.cell_since)
+    slot = cluster.hosts[worker.id.host].slots[worker.id.slot]
+    if slot.reason:
+        return Missing("starting again", str(worker.id), backoff.why_in_backoff(slot), since=worker.since)
     return Missing("starting", str(worker.id), since=worker.since)
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host, with_slot
-from nbelastic.core.state import ClusterState, Host, HostPhase
+from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
 from nbelastic.protocol.ids import WorkerId
 
 AGENT_RETRY = 1.0  # seconds between two starts of an agent, even with a cooldown of 0
@@ -34,6 +34,11 @@ def record_failure(
     out.append(cmd.Record("slot-backoff", reason, host=w.host, worker=str(w)))
     cluster = with_slot(cluster, w, replace(slot, backoff_until=now + wait, reason=reason))
     return with_host(cluster, replace(cluster.hosts[w.host], reason=reason))
+
+
+def why_in_backoff(slot: Slot) -> str:
+    """How its last worker was lost."""
+    return slot.reason.partition(": ")[2]
 
 
 def host_backoff(cluster: ClusterState, host: Host, now: float) -> tuple[int, float]:

@@ -23,14 +23,16 @@ YOUNG = 2.0  # seconds; a worker that ends itself sooner counts as failed, so th
 def worker_exited(cluster: ClusterState, event: ev.WorkerExited, now: float, out: Commands) -> ClusterState:
     """Handle the end of a worker's process. Exit code HUNG is not a failure, unless the worker lived for less than YOUNG.
 
-    After GPU_LOST its slot is in back-off at once: NVML may need a moment to report the GPU's problem.
+    After GPU_LOST its slot is in back-off at once: NVML may need a moment to report the GPU's problem. The last line of a worker
+    that never came up explains its end: a file of the user's may hide a module, as `comm.py` does.
     """
     w, code = event.worker, event.code
     if code == GPU_LOST:
         gpu = cluster.workers[w].gpu
         return worker_lost(cluster, w, f"{w} ended, as its GPU {gpu} failed", now, out, at_once=False)
     was_hung = code == HUNG and now - cluster.workers[w].since >= YOUNG
-    return worker_lost(cluster, w, f"{w} died ({exit_text(code)})", now, out, blameless=was_hung)
+    last_line = f": {event.last_line}" if event.last_line and w in cluster.unregistered else ""
+    return worker_lost(cluster, w, f"{w} died ({exit_text(code)}{last_line})", now, out, blameless=was_hung)
 
 
 def worker_frozen(cluster: ClusterState, event: ev.WorkerFrozen, now: float, out: Commands) -> ClusterState:

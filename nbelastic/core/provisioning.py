@@ -137,7 +137,7 @@ def _fill(
             no_gpu = True
             break
         started[WorkerId(host.spec.name, index, slot.incarnation + 1)] = gpu
-        slots[index] = replace(slot, incarnation=slot.incarnation + 1, busy=True, backoff_until=0.0, reason="")
+        slots[index] = replace(slot, incarnation=slot.incarnation + 1, busy=True, backoff_until=0.0)
     in_backoff = [slot for slot in slots[: host.spec.slots] if slot.backoff_until > now]
     without_gpu = gpus.why_no_worker(cluster, host) if no_gpu else gpus.problems(host)
     reason = in_backoff[0].reason if in_backoff else without_gpu

@@ -53,13 +53,14 @@ SENTENCES = MappingProxyType(
 MISSING = MappingProxyType(
     {
         "starting": "{name} ({age})",
+        "starting again": "{name} ({age}; {why})",
         "in a setup cell": "{name} (in a setup cell for {age})",
         "host starting": "{name} to start",
         "host queued": "{name} ({why}, {age})",
         "node": "{name}",
         "host": "{name}: {why}",
         "lost": "{name} (lost: {why}; tried again in {left})",
-        "backoff": "{name} (in back-off, {left} more)",
+        "backoff": "{name} (in back-off, {left} more: {why})",
         "programs": "the last job's programs to stop",
         "failed": "{name} (failed: {why})",
     }

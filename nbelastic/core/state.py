@@ -64,7 +64,7 @@ class Slot(Struct, frozen=True, gc=False, omit_defaults=True):
     failures: int = 0  # in a row, since the last clear
     backoff_until: float = 0.0
     busy: bool = False  # its worker's process lives
-    reason: str = ""  # why it is in back-off
+    reason: str = ""  # why it is in back-off, or was before its present worker started
 
 
 class Host(Struct, frozen=True):

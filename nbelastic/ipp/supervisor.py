@@ -20,7 +20,7 @@ from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.fault_handling import Report, report_to_log, supervise
 from nbelastic.system.private_files import append_private, make_private, replace_private
 from nbelastic.system.process_identity import identity, is_alive, pid_of
-from nbelastic.system.processes import is_stopped, last_output, state_of
+from nbelastic.system.processes import is_stopped, last_line, state_of
 
 CODE = "from nbelastic.ipp.controller import main; main()"
 PORTS = 18  # that ipyparallel's controller listens on
@@ -253,7 +253,7 @@ class Supervisor:
 
     def last_line(self) -> str:
         """The last line of its output; empty if there is none."""
-        return (last_output(self._log).strip().splitlines() or [""])[-1]
+        return last_line(self._log)
 
     async def wait_for_end(self) -> None:
         """Wait until its process has ended, also if it is not a child of this process."""

@@ -196,10 +196,11 @@ class WorkerStarted(Event):
 
 
 class WorkerExited(Event):
-    """Agent → core: the worker's process has ended. A negative `code` is the number of the signal that killed it."""
+    """Agent → core: the worker's process has ended. A negative `code` is a signal's number. `last_line`: of its `.err` file."""
 
     worker: WorkerId
     code: int
+    last_line: str = ""
 
 
 class WorkerFrozen(Event):

@@ -42,6 +42,11 @@ def compiler_cache(run_folder: str) -> Path:
     return (Path(run_folder).parents[1] if run_folder else user_folder()) / "inductor"
 
 
+def log_file(log_dir: str | Path, worker: object, stream: str) -> Path:
+    """The file for a standard stream of this worker, `out` or `err`."""
+    return Path(log_dir) / f"{str(worker).replace('/', '-').replace('#', '-')}.{stream}"
+
+
 def kept_state_folder(agent_folder: Path, worker: object) -> Path:
     """Where `worker` writes its kept state, in its agent's folder."""
     return agent_folder / f"kept-{str(worker).replace('/', '-')}"

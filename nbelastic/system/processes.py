@@ -74,6 +74,11 @@ def last_output(log: Path, begin: int = 0) -> str:
     return ""
 
 
+def last_line(log: Path) -> str:
+    """The last line of a file with output; empty if there is none."""
+    return (last_output(log).strip().splitlines() or [""])[-1]
+
+
 def machine() -> str:
     """The machine's name and the PID namespace: this process knows which of the processes there are alive."""
     return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"

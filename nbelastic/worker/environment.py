@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from nbelastic.system import private_files
+from nbelastic.system.folder_paths import log_file
 from nbelastic.system.interfaces import LOOPBACK
 
 # What the user has set. The template imports this module before anything else sets these variables.
@@ -25,8 +26,6 @@ def set_interface(name: str, outward: str = "") -> None:
 
 def log_to(log_dir: str, worker: str) -> None:
     """Append file descriptors 1 and 2 to this worker's log files."""
-    folder = Path(log_dir)
-    private_files.make_own(folder)
-    stem = worker.replace("/", "-").replace("#", "-")
-    for fd, ending in ((1, "out"), (2, "err")):
-        private_files.redirect(folder / f"{stem}.{ending}", fd)
+    private_files.make_own(Path(log_dir))
+    for fd, stream in ((1, "out"), (2, "err")):
+        private_files.redirect(log_file(log_dir, worker, stream), fd)

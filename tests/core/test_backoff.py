@@ -54,12 +54,28 @@ def test_nothing_starts_on_a_backing_off_slot():
     assert story.alive("a") == ["a/0#3"]
 
 
+@pytest.mark.parametrize("comes_up", [False, True])
+def test_the_last_line_of_a_worker_that_never_came_up_is_shown(comes_up):
+    """The user's `comm.py` hides a module: the wait names it. Of a worker that came up, the line may be anything."""
+    story = Story("a:1", min=1).hear(ev.AgentReady)
+    for incarnation in (1, 2):
+        if comes_up:
+            story.hear(ev.WorkerRegistered)
+        story.send(
+            ev.WorkerExited(wid(f"a/0#{incarnation}"), 1, "ModuleNotFoundError: No module named 'comm.base_comm'")
+        )
+    shown = "" if comes_up else ": ModuleNotFoundError: No module named 'comm.base_comm'"
+    assert story.reason.endswith(f"waiting for a/0 (in back-off, 5 s more: a/0#2 died (exit code 1{shown}))")
+    story.wait(5.0)
+    assert story.reason.endswith(f"waiting for a/0#3 (0 s; a/0#2 died (exit code 1{shown}))")
+
+
 def test_a_backed_off_slot_returns_even_if_min_equals_what_it_brings():
     """With min=2 on one host of two slots, the job waits for the slot in back-off, then goes on."""
     story = Story("a:2", min=2).run()
     for _ in range(2):
         story.kill("a/1#1" if "a/1#1" in story.names else "a/1#2").answer()
-    assert "a/1 (in back-off, 5 s more)" in story.reason
+    assert "a/1 (in back-off, 5 s more: a/1#2 died (SIGKILL))" in story.reason
     story.quiet(6.0)
     assert (story.names, story.cluster.stage) == (["a/0#1", "a/1#3"], Stage.RUNNING)
 
