@@ -78,3 +78,5 @@ def _set_up_process(settings: dict[str, Any]) -> None:
             sys.exit(f"the folder {settings['cwd']} (cwd) cannot be entered here: {error.strerror}")
     if settings["path"]:
         sys.path[:] = settings["path"]
+    # Python has read this variable as it started, before it was set here
+    sys.path[:0] = filter(None, settings["environment"].get("PYTHONPATH", "").split(os.pathsep))

@@ -21,7 +21,7 @@ class WorkerProcess:
         self.stats = psutil.Process(process.pid)
 
     def last_line(self) -> str:
-        """What it wrote last to its standard error, cut to LONGEST_LINE characters; empty if it ended well."""
+        """The last line of its standard error, cut to LONGEST_LINE characters; empty if it ended well."""
         return last_line(self._log)[:LONGEST_LINE] if self.process.exitcode else ""
 
     def harm(self, *, stop: bool) -> None:

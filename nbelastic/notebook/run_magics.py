@@ -67,10 +67,11 @@ class RunMagics(ClusterMagics):
             with short_syntax_errors():
                 job = self._cluster().run_cell(cell, swap=options.swap, **checkpoints)
         self._keep(options.job_variable, job)
-        if options.wait or options.timeout is not None:
-            job.result(timeout=options.timeout)
-        else:
-            show_failure_here(job)
+        try:
+            if options.wait or options.timeout is not None:
+                job.result(timeout=options.timeout)
+        finally:
+            show_failure_here(job)  # it may fail later: the wait may be too short, or interrupted
         return job
 
     @magic(

@@ -48,8 +48,8 @@ class StartMagics(ClusterMagics):
         self._keep(variable, self.cluster)
         if not is_hidden:
             self._show_dashboard()  # before the start, so that it shows what the start waits for
+        self._register_px()  # the wait may be interrupted
         self.cluster.start(wait=wait, timeout=timeout)
-        self._register_px()
 
     @magic(
         "line",

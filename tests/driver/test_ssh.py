@@ -51,6 +51,16 @@ def test_python3_is_used_if_the_notebook_s_python_is_missing(tmp_path, monkeypat
     assert run_in_shell(ssh.command(GPU, None)[-1], PATH=str(tmp_path)).stdout == "python3 of the PATH\n"
 
 
+def test_a_python_in_the_home_folder_of_the_host(tmp_path):
+    """`--python ~/venv/bin/python`: the home folder is that of the host."""
+    python = tmp_path / "my venv" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho python of the home folder\n")
+    python.chmod(0o755)
+    done = run_in_shell(ssh.command(GPU, "~/my venv/python")[-1], HOME=str(tmp_path))
+    assert done.stdout == "python of the home folder\n"
+
+
 def test_a_host_s_words_are_short_and_change_no_terminal():
     """What a host has printed last is shown without control characters, and only the end of a long line."""
     text = ssh.explain_exit(GPU, 3, "\x1b]0;title\x07\x1b[2J" + "a" * 4000 + " no space\r\n", None)

@@ -133,6 +133,7 @@ def test_a_start_that_times_out_leaves_the_cluster(ip, capsys):
     shown = output_of(ip, capsys, "%elastic_start --min 2 --timeout 5 --no-dashboard")
     assert shown == "WaitTimeoutError: 0 of min 2 workers ready after 5 s; waiting for gpu1."
     assert magics.cluster.status().phase != "finished"
+    assert "px" in ip.magics_manager.magics["cell"]
     magics.unregister()
 
 

@@ -29,6 +29,15 @@ def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
     assert cluster.job.waited == [7.0]
 
 
+def test_a_failure_after_an_interrupted_wait_is_shown_below_the_cell(ip, magics, cluster, monkeypatch, capsys):
+    """The cell no longer waits, by Ctrl-C or `--timeout`; its job may fail later."""
+    awaited = []
+    monkeypatch.setattr("nbelastic.notebook.run_magics.show_failure_here", awaited.append)
+    cluster.raises = KeyboardInterrupt()
+    output_of(ip, capsys, "%%elastic_run --wait\npass")
+    assert awaited == [cluster.job]
+
+
 def test_a_training_cell_has_options_for_its_checkpoints(ip, magics, cluster):
     """The cluster decides on options that are not given."""
     ip.run_cell("%%elastic_run --checkpoint ~/here --checkpoint-every 50 --checkpoint-keep 2\npass").raise_error()
