@@ -15,7 +15,7 @@ OUTPUT = Path(__file__).parent / "src" / "contract.d.ts"
 MODULES = (dashboard_frames, dashboard_contract)
 NAMES = {module.__name__ for module in MODULES}
 HEAD = "// Written by widgets/write_contract.py from dashboard_frames.py and dashboard_contract.py. Edit those files.\n"
-PLAIN = {str: "string", int: "number", float: "number", bool: "boolean", NoneType: "null", Any: "any"}
+PLAIN = {str: "string", int: "number", float: "number", bool: "boolean", NoneType: "null", Any: "unknown"}
 
 
 def typescript() -> str:
@@ -45,6 +45,8 @@ def _declaration(cls: type) -> str:
     if issubclass(cls, msgspec.Struct) and bases:
         config = cls.__struct_config__
         fields = {config.tag_field: f'"{config.tag}"', **fields}
+    if not bases and not fields:
+        return f"{_comment(cls)}export type {cls.__name__} = Record<string, never>;\n"
     head = f"export interface {cls.__name__} {''.join(f'extends {base.__name__} ' for base in bases)}"
     body = "".join(f"\n  {name}: {text};" for name, text in fields.items())
     return f"{_comment(cls)}{head}{{{body}{chr(10) if body else ''}}}\n"

@@ -16,6 +16,7 @@ from nbelastic.notebook.widget_files import widget_text
 WIDGETS = Path(__file__).parents[2] / "widgets"
 TYPESCRIPT = WIDGETS / "node_modules" / ".bin" / "tsc"
 ESBUILD = TYPESCRIPT.with_name("esbuild")
+BIOME = TYPESCRIPT.with_name("biome")
 
 
 def run_in_widgets(*command: str | Path) -> None:
@@ -33,6 +34,12 @@ def test_the_widgets_own_tests_pass():
 def test_the_types_of_the_widget_are_right():
     """TypeScript finds no error in the modules, whose types come from JSDoc and from the contract with Python."""
     run_in_widgets(TYPESCRIPT)
+
+
+@pytest.mark.skipif(not BIOME.exists(), reason="needs Biome: `npm ci --prefix widgets`")
+def test_the_linter_finds_nothing():
+    """`npm run lint` in widgets/ finds nothing in the modules, the style sheets and the tests."""
+    run_in_widgets("npm", "run", "--silent", "lint")
 
 
 def test_the_contract_is_up_to_date():

@@ -194,7 +194,10 @@ export class Chart {
     const numbers = (/** @type {uPlot} */ _, /** @type {(number|null)[]} */ splits) =>
       splits.map((x) => (x === null ? "" : Math.abs(x) < 10_000 ? number(x) : COMPACT.format(x)));
     const across = byTime ? { space: timeSpace, incrs: TIME_STEPS, values: clock } : { space: 40, values: numbers };
-    const reset = () => () => (this.owner.onZoom(null), null);
+    const reset = () => () => {
+      this.owner.onZoom(null);
+      return null;
+    };
     return {
       width,
       height: HEIGHT,

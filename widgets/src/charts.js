@@ -53,7 +53,9 @@ export class Charts {
       key: `${connection.prefix}charts`,
       onZoom: (/** @type {?[number, number]} */ range) => this.setZoom(range),
       onCursor: (/** @type {string} */ place) => setText(this.note, place || this.changes),
-      point: (/** @type {?number} */ row) => this.all().forEach((chart) => chart.point(row)),
+      point: (/** @type {?number} */ row) => {
+        for (const chart of this.all()) chart.point(row);
+      },
       speak: (/** @type {string} */ text) => setText(this.spoken, text),
     };
     /** @type {KeyedList<ChartContent, null>} */

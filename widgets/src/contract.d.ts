@@ -170,7 +170,7 @@ export interface KeyFrame {
 /** The trait `change`: empty, or a JSON merge patch (RFC 7386) for the key frame with the number `base`. */
 export interface Change {
   base?: number;
-  patch?: Record<string, any>;
+  patch?: Record<string, unknown>;
 }
 
 /** A request of the user. The driver handles it; `KeyFrame.orders` lists its outcome. */
@@ -289,7 +289,7 @@ export interface StackGroup {
 }
 
 /** An answer without content. */
-export interface Empty {}
+export type Empty = Record<string, never>;
 
 /** `oldest`: the number of the first event that the kernel still has. */
 export interface HistoryAnswer {
@@ -343,7 +343,7 @@ export interface StepTimesAnswer {
 
 /** `trace`: the content of a trace file. */
 export interface TraceAnswer {
-  trace: Record<string, any>;
+  trace: Record<string, unknown>;
 }
 
 /** The answer to each query, by its `ask`. */

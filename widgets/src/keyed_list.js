@@ -22,8 +22,8 @@ export class KeyedList {
     this.removeAllBut(new Set(items.map(([key]) => key)));
     let last = this.header;
     for (const [key, item] of items) {
-      let part = this.parts.get(key);
-      if (!part) this.parts.set(key, (part = this.make(key, item)));
+      const part = this.parts.get(key) ?? this.make(key, item);
+      this.parts.set(key, part);
       const next = last ? last.nextElementSibling : this.parent.firstElementChild;
       if (next !== part.node) this.parent.insertBefore(part.node, next);
       last = part.node;

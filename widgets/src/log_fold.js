@@ -2,11 +2,13 @@
 
 const MAX_LINES = 10_000;
 const CLOSE = 200; // equal lines of different workers are folded within so many lines
+const ESCAPE = "\u001b";
+const CONTROL_SEQUENCE = new RegExp(`${ESCAPE}\\[[0-9;?]*[ -/]*[@-~]`, "g");
 
 /** A line as a terminal shows it: without colours, and only the last state of a progress bar. */
 export function terminalText(/** @type {string} */ text) {
-  if (!/[\u001b\r]/.test(text)) return text;
-  const plain = text.replace(/\u001b\[[0-9;?]*[ -/]*[@-~]/g, "").replace(/\r+$/, "");
+  if (!text.includes(ESCAPE) && !text.includes("\r")) return text;
+  const plain = text.replace(CONTROL_SEQUENCE, "").replace(/\r+$/, "");
   return plain.slice(plain.lastIndexOf("\r") + 1);
 }
 

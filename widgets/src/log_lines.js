@@ -94,8 +94,8 @@ export class LogLines {
     /** @type {Element} */
     let next = this.end;
     for (const line of shown.reverse()) {
-      let part = this.nodes.get(line.seq);
-      if (!part) this.nodes.set(line.seq, (part = this.makeLine(line)));
+      const part = this.nodes.get(line.seq) ?? this.makeLine(line);
+      this.nodes.set(line.seq, part);
       if (part.node.nextElementSibling !== next) this.node.insertBefore(part.node, next);
       next = part.node;
     }

@@ -70,7 +70,7 @@ class About {
     const known = this.list.children;
     while (known.length > this.facts.length) known[known.length - 1].remove();
     while (known.length < this.facts.length) this.list.append(element("li"));
-    this.facts.forEach((fact, i) => setText(known[i], fact));
+    for (const [i, fact] of this.facts.entries()) setText(known[i], fact);
   }
 }
 

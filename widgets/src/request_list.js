@@ -60,7 +60,8 @@ export class RequestList {
 
   draw(/** @type {RequestStatus[]} */ requests) {
     const isFirst = this.settled === null;
-    const settled = (this.settled ??= new Set());
+    const settled = this.settled ?? new Set();
+    this.settled = settled;
     for (const request of requests) {
       const isSettled = request.word !== "under way";
       if (settled.has(request.id)) continue;

@@ -145,7 +145,7 @@ export class StepTimes {
     if (!pen) return;
     pen.scale(ratio, ratio);
     const colors = this.colors();
-    rows.forEach(([, times], rank) => this.paintRow(pen, times, rank, colors));
+    for (const [rank, [, times]] of rows.entries()) this.paintRow(pen, times, rank, colors);
   }
 
   /** @param {CanvasRenderingContext2D} pen @param {(number|null)[]} times @param {number} rank @param {Record<string, string>} colors */

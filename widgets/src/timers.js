@@ -6,7 +6,10 @@ export class Timers {
   }
 
   later(/** @type {() => void} */ act, /** @type {number} */ ms) {
-    const timer = window.setTimeout(() => (this.running.delete(timer), act()), ms);
+    const timer = window.setTimeout(() => {
+      this.running.delete(timer);
+      act();
+    }, ms);
     this.running.add(timer);
     return timer;
   }

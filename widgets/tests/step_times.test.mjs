@@ -18,7 +18,8 @@ test("a rank is compared with the others", () => {
     return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
   };
   for (const column of [[1, 2], [1, 2, 9], [3, 3, 3, 8], [1, 2, 2, 4, 70]])
-    column.forEach((time, i) => assert.equal(medianOfOthers(column, time), median(column.filter((_, j) => j !== i))));
+    for (const [i, time] of column.entries())
+      assert.equal(medianOfOthers(column, time), median(column.toSpliced(i, 1)));
   assert.equal(medianOfOthers([4], 4), null);
 });
 
