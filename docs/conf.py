@@ -32,6 +32,11 @@ if os.environ.get("NBELASTIC_DOCS_INTERSPHINX"):
     }
 nitpick_ignore_regex = [("py:.*", r"(?!nbelastic\b).*")]
 
+# `-b linkcheck` asks other servers, so no test runs it. Addresses of this machine are examples.
+linkcheck_ignore = [r"https?://(localhost|127\.0\.0\.1)\b"]
+linkcheck_timeout = 20
+linkcheck_retries = 2
+
 # Pages are Markdown that a forge shows too: links go to files and to headings as a forge names them.
 myst_enable_extensions = ["colon_fence"]
 myst_fence_as_directive = ["mermaid"]
