@@ -11,6 +11,7 @@ from nbelastic.client.chaos_report import ChaosReport
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.engine_client import EngineClient
 from nbelastic.client.notebook_line import in_notebook
+from nbelastic.client.report_table import ReportTable
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.protocol import requests
 from nbelastic.protocol.chaos import KINDS
@@ -62,13 +63,13 @@ class ClusterView:
         return driver.events() if driver is not None else ([], 0)
 
     @property
-    def reports(self) -> list[dict[str, float | None]]:
-        """What rank 0 reported over the present or last job, as a table: `pandas.DataFrame(cluster.reports)`.
+    def reports(self) -> ReportTable:
+        """What rank 0 reported over the present or last job: a notebook shows charts, `pandas.DataFrame(cluster.reports)` a table.
 
         Each row has `step`, `time` (seconds since 1970), `generation`, `size` (of the world), and up to 16 reported numbers.
         There are at most 2,000 rows; in a long job each row is the mean of equally many reports.
         """
-        return list(self.report_history().records())
+        return ReportTable(self.report_history())
 
     def report_history(self) -> ReportHistory:
         """The same, to read only."""
