@@ -177,11 +177,12 @@ def _check(trainer: Any) -> None:
             f"a {type(dataset).__name__} has no length, so its samples cannot be shared among ranks that come and go: "
             "give the Trainer a data set with a length."
         )
-    if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
-        raise UsageError(
-            f"{type(trainer).__name__} has its own get_train_dataloader(), whose batches would not be elastic: "
-            "give train_dataset and data_collator to the Trainer instead."
-        )
+    for name in ("get_train_dataloader", "_get_train_sampler", "_get_dataloader"):
+        if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
+            raise UsageError(
+                f"{type(trainer).__name__} has its own {name}(), whose batches would not be elastic: "
+                "give train_dataset and data_collator to the Trainer instead. torch.utils.data.Subset chooses samples."
+            )
     if args.train_sampling_strategy not in ("random", "sequential"):
         raise UsageError(
             f"train_sampling_strategy={args.train_sampling_strategy!r} gives each world other batches: "
