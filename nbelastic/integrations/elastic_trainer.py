@@ -159,11 +159,10 @@ class ElasticTrainer:
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
-        """The labels of a repeated sample do not count."""
-        for size, part in zip(self._elastic.sizes, batch_samples, strict=False):
-            if size == 0 and "labels" in part and self._scales_by_count(True):
-                part["labels"] = torch.full_like(part["labels"], -100)
-        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        """The labels of a repeated sample do not count. A part that repeats one stays: its rank counts with the others."""
+        sizes = self._elastic.sizes or [1] * len(batch_samples)  # none outside a training step
+        counted = [part if size else _without_labels(part) for size, part in zip(sizes, batch_samples, strict=True)]
+        return super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._elastic
@@ -174,10 +173,10 @@ class ElasticTrainer:
             run.weight = None
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loss. A mean over this part is weighted, so that the gradient is that of the mean over the global batch."""
+        """The loss, 0 for a repeated sample. A mean over this part is weighted: its gradient is to be that of the global batch."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         weight, has_count = self._elastic.weight, kwargs.get("num_items_in_batch") is not None
-        if weight is None or (has_count and self._scales_by_count(has_count)):
+        if weight is None or (weight and has_count and self._scales_by_count(has_count)):
             return loss
         if not self._scales_by_count(has_count):  # the Trainer will divide it by the number of parts
             weight *= self._elastic.batches.parts
@@ -220,3 +219,9 @@ class ElasticTrainer:
         if self.control.should_evaluate or self.control.should_save:
             self.control.should_log = False
             super()._maybe_log_save_evaluate(self._tr_loss, grad_norm, *about)  # type: ignore[misc]
+
+
+def _without_labels(part: Any) -> Any:
+    """A part of a batch in which the Trainer counts no labels."""
+    names = [one for one in ("labels", "shift_labels") if one in part and isinstance(part[one], torch.Tensor)]
+    return {**part, **{name: part[name][:0] for name in names}} if names else part

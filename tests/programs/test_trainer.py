@@ -2,6 +2,7 @@
 
 import warnings
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,14 +20,22 @@ def integration():
 
 
 @pytest.fixture
+def begin(integration, monkeypatch):
+    """Make a Trainer elastic for as long as the context lasts."""
+    monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
+    return integration._elastic
+
+
+@pytest.fixture
 def make(integration, tmp_path):
     """Make a Trainer, of a class that has these methods."""
 
-    def trainer(methods=(), **options):
+    def trainer(methods=(), *, compute_loss_func=None, **options):
         transformers = import_module("transformers")
         arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **options)
         kind = type("Mine", (transformers.Trainer,), dict(methods))
-        return kind(torch.nn.Linear(1, 1), arguments, train_dataset=[1, 2])
+        given = {"train_dataset": [1, 2], "compute_loss_func": compute_loss_func}
+        return kind(torch.nn.Linear(1, 1), arguments, **given)
 
     return trainer
 
@@ -41,3 +50,28 @@ def test_a_trainer_that_chooses_its_batches_is_refused(integration, make, name):
     ) as error:
         integration._check(trainer)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_repeated_sample_keeps_its_labels_and_does_not_count(integration, begin, make, dtype, name):
+    """-100 stands for "no label" in the losses of some models only: a squared error would be 10,000 times as large."""
+
+    def own_loss(outputs, labels, num_items_in_batch):
+        return (outputs - labels).abs().sum() / num_items_in_batch
+
+    trainer, run = make(compute_loss_func=own_loss), integration.Run(None, None)
+    with begin(trainer, run):
+        torch.nn.init.zeros_(trainer.model.weight), torch.nn.init.zeros_(trainer.model.bias)
+        parts = [{"input": torch.ones(2, 1), "labels": torch.full((2, 1), 3, dtype=dtype)} for _ in range(2)]
+        for part in parts:
+            part[name] = part["labels"]
+        run.sizes = [2, 0]
+        count = trainer._get_num_items_in_batch(parts, torch.device("cpu"))
+        assert count == 2
+        losses = []
+        for run.weight, part in zip((1.0, 0.0), parts, strict=True):
+            assert part["labels"].tolist() == [[3], [3]]
+            part.pop("shift_labels", None)
+            losses.append(trainer.compute_loss(trainer.model, part, num_items_in_batch=count).item())
+        assert losses == [3.0, 0.0]
