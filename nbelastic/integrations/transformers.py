@@ -128,6 +128,8 @@ def _leave_world(trainer: Any, is_over: bool) -> None:
             if (open_bar := getattr(callback, bar)) is not None:
                 open_bar.close()  # else it is drawn again beside those of the next program
                 setattr(callback, bar, None)
+        if not trainer.is_world_process_zero() and hasattr(callback, "setup") and hasattr(callback, "_initialized"):
+            callback._initialized = False  # as W&B's: only rank 0 has begun a run, and this rank may become rank 0
 
 
 @contextmanager

@@ -75,3 +75,20 @@ def test_a_repeated_sample_keeps_its_labels_and_does_not_count(integration, begi
             part.pop("shift_labels", None)
             losses.append(trainer.compute_loss(trainer.model, part, num_items_in_batch=count).item())
         assert losses == [3.0, 0.0]
+
+
+@pytest.mark.parametrize("is_rank_0", [True, False])
+def test_a_logger_of_another_rank_is_set_up_again(integration, begin, make, is_rank_0):
+    """As W&B's, it begins a run on rank 0 only. Another rank may be rank 0 of the next world."""
+
+    class Logger(import_module("transformers").TrainerCallback):
+        _initialized = True
+
+        def setup(self, *_):
+            self._initialized = True
+
+    trainer, logger = make({"is_world_process_zero": lambda _: is_rank_0}), Logger()
+    trainer.add_callback(logger)
+    with begin(trainer, integration.Run(None, None)):
+        integration._leave_world(trainer, False)
+    assert logger._initialized is is_rank_0
