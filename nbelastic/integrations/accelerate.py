@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from nbelastic.errors import UsageError
 from nbelastic.integrations.accelerate_sharding import (
@@ -84,15 +84,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """UsageError for a shuffling loader without an `ElasticSampler`: its samples would be repeated or left out."""
-        if isinstance(data_loader.sampler, ElasticSampler):
+        """UsageError for a loader that chooses samples without an `ElasticSampler`: some would be repeated or left out."""
+        sampler = _sampler(data_loader)
+        if isinstance(sampler, ElasticSampler):
+            if data_loader.batch_size is None or data_loader.drop_last:
+                raise UsageError(
+                    "an elastic DataLoader has a batch_size, and neither batch_sampler nor drop_last: make DataLoader(data, "
+                    "batch_size=…, sampler=state.sampler). To leave out the last samples, write "
+                    "nbe.ElasticSampler(data, global_batch=…, drop_last=True)."
+                )
             prepared = ElasticLoader(data_loader, self.device if self.device_placement else None)
             self._dataloaders.append(prepared)
             return prepared
-        if isinstance(data_loader.sampler, RandomSampler):
+        keeps_order = isinstance(sampler, SequentialSampler) or isinstance(data_loader.dataset, IterableDataset)
+        if not keeps_order and not getattr(data_loader, "_is_accelerate_prepared", False):
             raise UsageError(
-                "a shuffling DataLoader would begin its epoch again after each change of the world: put "
-                "sampler=nbe.ElasticSampler(data) into the state, and make DataLoader(data, …, sampler=state.sampler)."
+                f"a DataLoader with a {type(sampler).__name__} would begin its epoch again after each change of the world: "
+                "put sampler=nbe.ElasticSampler(data) into the state, and make DataLoader(data, …, sampler=state.sampler). "
+                "For an evaluation, leave the sampler out."
             )
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
@@ -170,4 +179,6 @@ def make_bare(model: torch.nn.Module) -> None:
 
 
 def _sampler(loader: Any) -> Any:
-    return getattr(loader, "sampler", None)
+    """What chooses the samples of a loader: a batch sampler has a sampler, or chooses them itself."""
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    return loader.sampler if batches is None else getattr(batches, "sampler", batches)

@@ -72,6 +72,8 @@ def _sampler_for(loader: Any) -> ElasticSampler:
         sampler, "replacement", False
     ):
         raise UsageError(PLAIN.format(what=f"the samples of a {type(sampler).__name__} cannot be shared among ranks"))
+    if type(sampler) is not DistributedSampler and len(sampler) != len(loader.dataset):
+        raise UsageError(PLAIN.format(what=f"an epoch cannot have {len(sampler)} of {len(loader.dataset)} samples"))
     seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning's own samplers
     return ElasticSampler(
         loader.dataset, shuffle=shuffle, seed=seed, drop_last=loader.drop_last, global_batch=loader.batch_size

@@ -1,12 +1,26 @@
-"""What the Accelerate integration refuses of FSDP. `tests/process/test_sharded_frameworks.py` trains with it."""
+"""What the Accelerate integration refuses, and its loader. `tests/process` trains with it, also with FSDP."""
 
 import os
 import warnings
 from importlib import import_module
 
 import pytest
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from nbelastic import UsageError
+from nbelastic import ElasticSampler, UsageError
+from nbelastic.worker import session
+from tests.sharded.fake_world import fake_world
+from tests.state.conftest import formation
+
+DATA = list(range(10))
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +65,64 @@ def test_a_later_program_of_this_worker_does_not_shard(integration, monkeypatch,
     with integration.unchanged_environment():
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert os.environ.get("ACCELERATE_USE_FSDP") == before
+
+
+@pytest.fixture
+def accelerator(integration, monkeypatch):
+    """Of rank 1 of 3, of which the others do not exist."""
+    monkeypatch.setattr(session, "world", lambda: formation(1, 3))
+    elastic = import_module("nbelastic.integrations.accelerate")
+    with fake_world(1, 3), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield elastic.Accelerator()
+        elastic.AcceleratorState._reset_state(reset_partial_state=True)
+        elastic.GradientState._reset_state()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"sampler": WeightedRandomSampler([1.0] * 10, 10)},
+        {"sampler": SubsetRandomSampler(DATA)},
+        {"batch_sampler": BatchSampler(RandomSampler(DATA), 2, drop_last=False)},
+        {"batch_sampler": [[0, 1], [2, 3]]},
+        {"sampler": BatchSampler(RandomSampler(DATA), 2, drop_last=False), "batch_size": None},
+    ],
+    ids=["shuffled", "weights", "a part", "a batch sampler", "batches of one's own", "batches as samples"],
+)
+def test_a_loader_that_chooses_samples_itself_is_refused(accelerator, options):
+    """It would begin its epoch again in each world; the line says what to give."""
+    with pytest.raises(UsageError, match=r"make DataLoader\(data, …, sampler=state.sampler\)"):
+        accelerator.prepare(DataLoader(DATA, **options))
+
+
+@pytest.mark.parametrize("options", [{"batch_sampler": 2}, {"batch_size": None}, {"batch_size": 2, "drop_last": True}])
+def test_an_elastic_loader_has_a_batch_size_and_no_more(accelerator, options):
+    """With a batch sampler, Accelerate would share its batches once more; samples that are dropped would be recorded."""
+    sampler = ElasticSampler(DATA)
+    options = {**options, "sampler": sampler}
+    if "batch_sampler" in options:
+        options = {"batch_sampler": BatchSampler(options.pop("sampler"), 2, drop_last=False)}
+    with pytest.raises(UsageError, match=r"make DataLoader\(data, batch_size=…, sampler=state.sampler\)"):
+        accelerator.prepare(DataLoader(DATA, **options))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, batch_size=2, drop_last=True),
+        DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, drop_last=False)),
+        DataLoader(Stream(), batch_size=2),
+    ],
+    ids=["a batch size", "a batch sampler", "a stream"],
+)
+def test_a_loader_for_an_evaluation_is_prepared_as_always(accelerator, loader):
+    """Also a second time, as Accelerate allows."""
+    prepared = accelerator.prepare(loader)
+    assert accelerator.prepare(prepared) is prepared

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from nbelastic import UsageError
 
@@ -46,8 +53,10 @@ class Stream(IterableDataset):
         DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 2, drop_last=False)),
         DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)),
         DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, replacement=True)),
+        DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=3)),
+        DataLoader(DATA, batch_size=2, sampler=SequentialSampler(range(3))),
     ],
-    ids=["a list", "a stream", "a batch sampler", "weights", "replacement"],
+    ids=["a list", "a stream", "a batch sampler", "weights", "replacement", "some at random", "the first ones"],
 )
 def test_data_that_cannot_be_shared_is_refused(share, loader):
     """Samples would be used twice or never; the line says what to give."""
