@@ -44,6 +44,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     _mesh: Any = None  # while a model is sharded
 
     def __init__(self, **options: Any) -> None:
+        self._weight = Weight()
         others = [name for name in OTHERS if options.get(name) is not None]
         if others:
             raise UsageError(
@@ -93,7 +94,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
                     "batch_size=…, sampler=state.sampler). To leave out the last samples, write "
                     "nbe.ElasticSampler(data, global_batch=…, drop_last=True)."
                 )
-            prepared = ElasticLoader(data_loader, self.device if self.device_placement else None)
+            prepared = ElasticLoader(data_loader, self.device if self.device_placement else None, self._weight)
             self._dataloaders.append(prepared)
             return prepared
         keeps_order = isinstance(sampler, SequentialSampler) or isinstance(data_loader.dataset, IterableDataset)
@@ -118,18 +119,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         """Accelerate's own, with the weight of this rank's share of the global batch."""
         if self.first is not None:
             self.first.committed()
-        super().backward(loss * getattr(self.gradient_state.active_dataloader, "weight", 1.0), **kwargs)
+        super().backward(loss * self._weight.present, **kwargs)
+
+
+class Weight:
+    """The weight of the batch that an `ElasticLoader` has given last. Accelerate's own active loader may be another one."""
+
+    present = 1.0
 
 
 class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not follow accelerate
     """The batches of this rank. A batch counts as used when it is given: after a break, the commit before it is restored."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None, weight: Weight) -> None:
         sampler: ElasticSampler = loader.sampler
         batch = loader.batch_size if sampler.global_batch is None else local_batch_size(sampler.global_batch)
         options = {**options_of(loader), "generator": torch.Generator()}
         super().__init__(loader.dataset, device, batch_size=batch, sampler=sampler, **options)
         self.weight = 1.0  # of this rank's mean loss of the present batch
+        self._weight = weight
         self._batch, self._ended_epoch = batch, -1
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,9 +150,10 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
         for batch in super().__iter__():
             size = min(self._batch, left)
             left -= size
-            self.weight = sampler.weight(size)
+            self.weight = self._weight.present = sampler.weight(size)
             sampler.record_batch(size)
             yield batch
+        self._weight.present = 1.0
         self._ended_epoch = sampler.epoch
 
 

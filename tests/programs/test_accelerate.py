@@ -5,6 +5,7 @@ import warnings
 from importlib import import_module
 
 import pytest
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -126,3 +127,20 @@ def test_a_loader_for_an_evaluation_is_prepared_as_always(accelerator, loader):
     """Also a second time, as Accelerate allows."""
     prepared = accelerator.prepare(loader)
     assert accelerator.prepare(prepared) is prepared
+
+
+def test_a_gradient_has_its_weight_after_an_evaluation_that_was_left(accelerator):
+    """Accelerate takes the loader of such an evaluation for the active one until the program ends."""
+    sampler = ElasticSampler(DATA, global_batch=5)  # 2, 2 and 1 samples
+    batches, others = accelerator.prepare(DataLoader(DATA, batch_size=5, sampler=sampler), DataLoader(DATA))
+    weight = torch.nn.Parameter(torch.ones(()))
+    gradients = []
+    for _ in batches:
+        for _ in others:
+            break
+        accelerator.backward(weight.clone())
+        gradients.append(weight.grad.item())
+        weight.grad = None
+    assert gradients == pytest.approx([2 * 3 / 5] * 2)
+    accelerator.backward(weight.clone())
+    assert weight.grad == 1
