@@ -140,6 +140,15 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
         self._weight = weight
         self._batch, self._ended_epoch = batch, -1
 
+    def begin(self) -> None:
+        """Accelerate's own, but for what is gathered of the last batch: the pass has the rest of an epoch, for all ranks."""
+        super().begin()
+        sampler: ElasticSampler = self.sampler
+        left, size = len(sampler.dataset) - sampler.used, ranks.size()
+        if sampler.drop_last:
+            left -= left % (sampler.global_batch or size)
+        self.remainder = left % (sampler.global_batch or self._batch * size)
+
     def __iter__(self) -> Iterator[Any]:
         sampler: ElasticSampler = self.sampler
         if sampler.epoch == self._ended_epoch:
