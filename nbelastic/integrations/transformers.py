@@ -24,6 +24,9 @@ from nbelastic.sharded.state import ShardedState
 from nbelastic.state.state import TorchState
 from nbelastic.worker import ranks
 
+# The arguments of a Trainer that an elastic training changes.
+ARGUMENTS = ("gradient_accumulation_steps", "average_tokens_across_devices", "ignore_data_skip", "eval_on_start")
+
 allow_fsdp()
 
 
@@ -81,6 +84,7 @@ def _train_in_this_world(_state: TorchState | ShardedState, trainer: Any, accumu
         drop_last=args.dataloader_drop_last,
     )
     args.gradient_accumulation_steps = batches.parts
+    args.eval_on_start = args.eval_on_start and not progress.values
     is_over = False
     _enter_world(trainer)
     try:
@@ -139,9 +143,8 @@ def _elastic(trainer: Any, run: Run) -> Iterator[None]:
     before = {
         name: getattr(trainer, name) for name in ("model_init", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga")
     }
-    arguments = {
-        name: vars(trainer.args)[name] for name in ("gradient_accumulation_steps", "average_tokens_across_devices")
-    }
+    arguments = {name: vars(trainer.args)[name] for name in ARGUMENTS}
+    trainer.args.ignore_data_skip = False  # nothing is read to skip it
     if ignores_label_count(trainer, *data_of(trainer)):
         trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = False
         trainer.args.average_tokens_across_devices = False

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from nbelastic import UsageError
+from nbelastic.worker import session
+from tests.state.conftest import formation
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def make(integration, tmp_path):
         transformers = import_module("transformers")
         arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **options)
         kind = type("Mine", (transformers.Trainer,), dict(methods))
-        given = {"train_dataset": [1, 2], "compute_loss_func": compute_loss_func}
+        given = {"train_dataset": [1, 2], "eval_dataset": [1], "compute_loss_func": compute_loss_func}
         return kind(torch.nn.Linear(1, 1), arguments, **given)
 
     return trainer
@@ -92,3 +94,26 @@ def test_a_logger_of_another_rank_is_set_up_again(integration, begin, make, is_r
     with begin(trainer, integration.Run(None, None)):
         integration._leave_world(trainer, False)
     assert logger._initialized is is_rank_0
+
+
+def test_a_training_that_goes_on_skips_batches_and_does_not_evaluate_at_its_start(
+    integration, begin, make, monkeypatch
+):
+    """Batches that were used already are empty: they must be skipped. The evaluation is over, and patience counts it."""
+    monkeypatch.setattr(session, "world", lambda: formation(0, 1))
+    for name in ("_enter_world", "_leave_world"):
+        monkeypatch.setattr(integration, name, lambda *_: None)
+    seen = []
+
+    def note(trainer):
+        seen.append((trainer.args.ignore_data_skip, trainer.args.eval_on_start))
+
+    trainer = make({"train": note}, ignore_data_skip=True, eval_on_start=True, eval_strategy="epoch")
+    progress = integration.TrainerProgress()
+    progress.global_batch = 2
+    with begin(trainer, integration.Run(None, progress)):
+        for progress.values in ({}, {"of": "a commit"}):
+            integration._train_in_this_world(None, trainer, 1)
+    assert seen == [(False, True), (False, False)]
+    assert trainer.args.ignore_data_skip
+    assert trainer.args.eval_on_start
