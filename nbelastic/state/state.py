@@ -122,7 +122,7 @@ class State:
         self.commits += 1
         self._tensors.keep = bool(self._steps.copying) or self._session is None
         self._tensors.in_background = self._steps.announces_changes
-        self._record_commit()
+        self._record_commit(counted=self._session is not None)
         if self._session is None:
             self._contents.committed(is_rank_0=True)
         else:
@@ -258,7 +258,7 @@ class State:
             if channel.takes_part:
                 self._transfer(channel, formation)
         if self.commits == self._began_at:  # how the program commits is not known yet
-            self._record_all()
+            self._record_all(counted=True)
         self._session.report_hashes(self._replica.begin(formation))
 
     def _transfer(self, channel: Channel, formation: Formation) -> None:
@@ -363,20 +363,23 @@ class State:
         self._tensors.keep = self._contents.device().type == "cpu"
         self._record_commit()
 
-    def _record_all(self) -> None:
+    def _record_all(self, *, counted: bool = False) -> None:
         """Record the present values, with copies of all tensors: `undo` returns to them."""
         self._tensors.keep = True
-        self._record_commit()
+        self._record_commit(counted=counted)
 
-    def _record_commit(self) -> None:
-        """Record the small values as they are at this commit, and copy the tensors if they are kept."""
+    def _record_commit(self, *, counted: bool = False) -> None:
+        """Record the small values as they are at this commit, and copy the tensors if they are kept.
+
+        `counted`: large tensors other than buffers are copied only where `step_watch` expects or finds changes.
+        """
         contents = self._contents
         if contents.is_outdated():
             self._survey()
         contents.check_optimizers()
         buffers = contents.buffers()
         self._buffers.commit([tensor for _, _, tensor in buffers])
-        self._tensors.commit(contents.large() if self._tensors.keep else ())
+        self._tensors.commit(contents.large() if self._tensors.keep else (), counted=counted)
         self._record = CommitRecord(contents, buffers, with_entries=self._tensors.keep)
 
 

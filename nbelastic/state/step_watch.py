@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nbelastic.state import optimizers
 from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.state.contents import Contents
 from nbelastic.state.cuda_graphs import ReplayWatch, refuse_capture
@@ -126,6 +127,9 @@ class StepWatch:
             if self._tensors.changed():
                 self._copy_because_changed()
             self._calm = bool(self.copying)
+        if self._tensors.keep and id(optimizer) not in self._steps:
+            trained = [p for p in optimizers.parameters(optimizer) if p.requires_grad]
+            self._tensors.expect_changes([*trained, *optimizers.tensors(optimizer)])  # a fused one's are not counted
         self._steps[id(optimizer)] += 1
         self._accumulating = False
         self._tensors.wait_for_copies()

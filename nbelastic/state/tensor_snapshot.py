@@ -1,7 +1,8 @@
 """Copies of tensors as of the last commit, and whether the tensors have changed since.
 
-Autograd counts the in-place changes of each tensor (`_version`). It does not count changes through `.data`, nor those that
-BatchNorm's kernels make to running statistics. So small tensors are always copied.
+Autograd counts the in-place changes of each tensor (`_version`). It does not count changes through `.data`, by collectives, by
+fused optimizers, nor those that BatchNorm's kernels make to running statistics. So only large tensors that nothing of
+this should change are left out: see `commit` and `expect_changes`.
 """
 
 from __future__ import annotations
@@ -79,11 +80,16 @@ class TensorSnapshot:
         pairs = zip(self._watched, now, self._versions or [], strict=False)
         return next((tensor for tensor, count, before in pairs if count != before), None)
 
-    def commit(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`restore` returns to the present values."""
+    def expect_changes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The next commit copies these, whether a change of them is counted or not."""
+        for key in self._copies.keys() & map(id, tensors):
+            self._copies[key] = self._copies[key]._replace(version=None)
+
+    def commit(self, tensors: Sequence[torch.Tensor], *, counted: bool = False) -> None:
+        """`restore` returns to the present values. `counted`: a large tensor is copied only if a change of it was counted."""
         self._versions = versions(self._watched)
         if self.keep:
-            self._copy(tensors)
+            self._copy(tensors, counted)
         else:
             self.drop()
 
@@ -114,12 +120,13 @@ class TensorSnapshot:
             self._copies = {id(one.live): one._replace(version=_version_of(one.live)) for one in known}
             self._versions = versions(self._watched)
 
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _copy(self, tensors: Sequence[torch.Tensor], counted: bool) -> None:
         self._gpu = next((t.device for t in tensors if t.is_cuda), None)
         kept, new, changed = {}, [], []
         for tensor in tensors:
             known, version = self._copies.get(id(tensor)), _version_of(tensor)
-            is_changed = known is None or known.version is None or known.version != version or tensor.nbytes < SMALL
+            is_same = counted and known is not None and known.version is not None and known.version == version
+            is_changed = not is_same or tensor.nbytes < SMALL
             if known is None or not _fits(tensor, known) or (is_changed and _is_slow(known)):
                 new.append((tensor, version, known is not None and _is_large_on_gpu(tensor)))
                 continue

@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from nbelastic import TorchState
+from nbelastic.state import tensor_snapshot
 from nbelastic.state.transfer import Channel
 from nbelastic.worker.threads import run_in_thread
 from tests.state.conftest import formation
+from tests.state.training import step
 
 CPU = torch.device("cpu")
 LARGE = (600, 500)  # more than a MiB of float32
@@ -77,3 +79,96 @@ def test_a_newcomer_that_returns_to_its_first_commit_has_what_it_received(channe
     sent.result(10)
     newcomer.undo()
     assert all(map(torch.equal, contents(newcomer), contents(sender)))
+
+
+def fused():
+    """A model with a frozen layer, and a fused optimizer of all its layers."""
+    model = nn.Sequential(nn.Linear(4, LARGE[0]), nn.Linear(*LARGE), nn.Linear(LARGE[1], LARGE[0]))
+    model[2].requires_grad_(False)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+def numbers(model, optimizer):
+    kept = [t for p in model.parameters() for t in optimizer.state[p].values()]
+    return [t.detach().clone() for t in (*model.parameters(), *kept)]
+
+
+def test_a_fused_optimizer_s_tensors_are_copied_and_a_frozen_layer_s_are_not(group, begun, monkeypatch):
+    """With several steps per commit a break returns to the weights of the last commit, and not to the first ones."""
+    model, optimizer = fused()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    copied = []
+    copy_all = tensor_snapshot.copy_all
+    monkeypatch.setattr(
+        tensor_snapshot, "copy_all", lambda sources, to: [copied.extend(sources), copy_all(sources, to=to)]
+    )
+    for _ in range(3):
+        step(model, optimizer)
+        step(model, optimizer)
+        copied.clear()
+        state.commit()
+    assert len([t for t in copied if t.nbytes > tensor_snapshot.SMALL]) == 3  # a weight, and two averages of it
+    before = numbers(model, optimizer)
+    step(model, optimizer)
+    state.restore()
+    assert all(map(torch.equal, numbers(model, optimizer), before))
+
+
+def test_outside_a_job_no_count_is_trusted():
+    """No hook reports the steps there, so each commit copies all tensors."""
+    model, optimizer = fused()
+    state = TorchState(model=model, optimizer=optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state.commit()
+    before = numbers(model, optimizer)
+    model[2].weight.data.zero_()
+    optimizer.step()
+    state.restore()
+    assert all(map(torch.equal, numbers(model, optimizer), before))
+
+
+class Codes(nn.Module):
+    """Large buffers: a constant, running statistics and a table that is changed through `.data`."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LARGE[0] * LARGE[1])
+        self.register_buffer("table", torch.zeros(LARGE))
+
+
+def test_large_buffers_are_those_of_the_last_commit(group, begun):
+    """BatchNorm's kernels, `.data` and collectives change buffers without a count, in every loop."""
+    codes, (model, optimizer) = Codes(), fused()
+    state = begun(TorchState(codes=codes, model=model, optimizer=optimizer))
+
+    def forward():
+        codes.norm(torch.rand(2, LARGE[0] * LARGE[1]) + 1)
+        codes.table.data.add_(1)
+
+    for _ in range(2):
+        forward()
+        step(model, optimizer)
+        state.commit()
+    before = [buffer.clone() for buffer in codes.buffers()]
+    forward()
+    state.restore()
+    assert all(map(torch.equal, codes.buffers(), before))
+    assert codes.table.max() == 2
+
+
+def test_the_beginning_and_an_accepted_cell_are_recorded_whatever_was_counted(group, begun):
+    """A program may set its first weights through `.data` after it has made the state, and so may a cell at a commit."""
+    model, optimizer = fused()
+    state = TorchState(model=model, optimizer=optimizer)
+    model[2].weight.data.fill_(1)
+    begun(state)
+    model[2].weight.data.fill_(2)
+    state.restore()
+    assert model[2].weight.eq(1).all()
+    model[2].weight.data.fill_(3)
+    state._cell_ended(accepted=True, changed=False)
+    model[2].weight.data.fill_(4)
+    state.restore()
+    assert model[2].weight.eq(3).all()
