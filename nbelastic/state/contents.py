@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ class Contents:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}  # dicts and lists for which the user may have a name outside the state
         self.user_words = UserWords()  # of values that an integration has put into the state
         self.names: dict[torch.Tensor, str] = {}  # of all parameters
         self.layout = Layout()
@@ -103,7 +105,18 @@ class Contents:
                 with torch.no_grad():  # in place: an optimizer may hold this tensor
                     value.copy_(new)
             else:
-                self.values[name] = frozen(new)
+                self.values[name] = self._container(name, frozen(new))
+
+    def _container(self, name: str, new: Any) -> Any:
+        """`new` in the dict or list that the user gave, if that is still the value; else in a dict of the value's class."""
+        value = self.values[name]
+        is_dict = isinstance(value, dict) and isinstance(new, dict)
+        if not is_dict and not (isinstance(value, list) and isinstance(new, list)):
+            return new
+        target: Any = value if value is self.given.get(name) else copy.copy(value)
+        target.clear()
+        (target.update if is_dict else target.extend)(new)
+        return target
 
     def committed(self, *, is_rank_0: bool) -> None:
         """A commit was made or received: step logs write."""

@@ -70,6 +70,7 @@ class State:
                 raise StateError(f"{name!r} cannot be the name of a value in a state: choose another.")
             check(name, value)
             self._contents.values[name] = value
+        self._contents.given = {name: value for name, value in values.items() if isinstance(value, (dict, list))}
         self._survey()
         self._record_start()
 

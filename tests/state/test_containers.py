@@ -1,0 +1,70 @@
+"""Lists and dicts of a state: whose objects they are after a break, on a newcomer, and of which class."""
+
+from collections import Counter, OrderedDict, defaultdict
+
+import pytest
+
+from nbelastic import ObjectState, ShardedState
+from tests.state.training import receive
+
+
+def test_the_program_s_own_names_stay_good_after_a_break(begun):
+    """The program appends to its own list, and not to `state.history`: the next commit still has it."""
+    history, best = [], {"loss": 9}
+    state = begun(ObjectState(history=history, best=best))
+    history.append(1)
+    best["loss"] = 5
+    state.commit()
+    history.append(2)
+    best["at"] = 2
+    state.undo()
+    assert (history, best) == ([1], {"loss": 5})
+    history.append(3)
+    state.commit()
+    state.undo()
+    assert state.history is history
+    assert state.best is best
+    assert history == [1, 3]
+
+
+@pytest.mark.parametrize("kind", [ObjectState, ShardedState])
+def test_a_newcomer_s_names_stay_good_and_its_classes_too(kind):
+    """What arrives is plain data; it goes into the objects that the newcomer's program has made."""
+
+    def made():
+        return kind(seen=[], counts=Counter(), words=defaultdict(list), order=OrderedDict())
+
+    sender, newcomer = made(), made()
+    sender.seen.append(3)
+    sender.counts.update("abba")
+    sender.words["x"].append(1)
+    sender.order["y"] = 0
+    own = dict(newcomer._contents.values)
+    if kind is ObjectState:
+        receive(newcomer, sender)
+    else:
+        newcomer._set_small(
+            {"small": {"seen": [3], "counts": {"a": 2, "b": 2}, "words": {"x": [1]}, "order": {"y": 0}}}
+        )
+    assert all(newcomer._contents.values[name] is value for name, value in own.items())
+    assert newcomer._contents.values == sender._contents.values
+    newcomer.counts["new"] += 1
+    newcomer.words["new"].append(1)
+    newcomer.order.move_to_end("y")
+
+
+def test_a_replaced_value_is_left_alone(begun):
+    """A program that takes a value from a table of its own finds that table as it was."""
+    phases = [{"rate": rate} for rate in range(3)]
+    state = begun(ObjectState(phase=phases[0], counts=Counter()))
+    state.phase, state.counts = phases[1], Counter("a")
+    state.commit()
+    state.phase, state.counts = phases[2], Counter("b")
+    state.undo()
+    assert state.phase == {"rate": 1}
+    assert phases == [{"rate": rate} for rate in range(3)]
+    assert state.counts == Counter("a")
+    other = ObjectState(phase={}, counts=Counter())
+    other.counts = Counter("c")
+    receive(other, state)
+    assert type(other.counts) is Counter
