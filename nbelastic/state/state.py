@@ -162,9 +162,7 @@ class State:
             self._record.restore_entries()
             self._tensors.restore()
             self._steps.clear_steps()
-        self._steps.clear_backward()
-        for parameter in self._contents.names:
-            parameter.grad = None
+        self._drop_gradients()
         self._record.restore_small()
         self._buffers.restore()
         self._record.restore_settings()
@@ -234,9 +232,14 @@ class State:
         """Wait until the copies that ranks send each other beside the training are complete."""
 
     def generation_ended(self, *, aborted: bool) -> None:
-        """Called when this rank has left a generation, at a commit or after an abort: return to the last commit."""
+        """Called when this rank has left a generation, at a commit or after an abort: return to the last commit.
+
+        The commit at which the ranks leave does not return, so a `zero_grad()` after it has not run.
+        """
         if aborted:
             self.undo()
+        else:
+            self._drop_gradients()
 
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""
@@ -333,6 +336,11 @@ class State:
     def _live(self) -> dict[str, Any]:
         """All live values, in the form in which they are sent and saved."""
         return {"commits": self.commits, "copying": self._steps.copying, **self._contents.live()}
+
+    def _drop_gradients(self) -> None:
+        self._steps.clear_backward()
+        for parameter in self._contents.names:
+            parameter.grad = None
 
     def _device(self) -> torch.device:
         """Where the parameters are."""

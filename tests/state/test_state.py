@@ -8,6 +8,7 @@ import torch
 
 import nbelastic as nbe
 from nbelastic import ElasticSampler, ObjectState, StateError, TorchState
+from nbelastic.worker.interrupts import WorldLeft
 
 
 def network(optimizer="sgd"):
@@ -177,6 +178,23 @@ def test_no_gradient_survives_a_restore(begun):
     model(torch.randn(6, 4)).sum().backward()
     state.restore()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_gradient_survives_a_planned_change(begun):
+    """The commit at which the ranks leave does not return, so the `zero_grad()` after it drops no gradient that was used."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer, epoch=0))
+    train_step(model, optimizer)
+
+    def leave(total):
+        raise WorldLeft
+
+    state._session.committed = leave
+    with pytest.raises(WorldLeft):
+        state.commit()
+    state.generation_ended(aborted=False)
+    assert all(p.grad is None for p in model.parameters())
+    assert (state.commits, state.clean) == (1, True)
 
 
 def test_buffers_follow(begun):
