@@ -62,7 +62,7 @@ class State:
         self._record: CommitRecord  # of the last commit
         self._skipped_reports: set[str] = set()  # names of reported values that were not numbers
         self.commits = 0
-        self._began_at = 0  # commits at the beginning of the program
+        self._began_at = 0  # commits at the beginning of the program, or in the checkpoint from which it goes on
         self._aside: dict[str, Any] = {}  # attributes as they were before a new program, while that is tried
         self.reset_callbacks: list[Callable[[], object]] = []
         for name, value in values.items():
@@ -145,7 +145,11 @@ class State:
 
         Call it on all ranks, or on all before the elastic function. StateError if there is none that can be used.
         """
-        return checkpoints.load(self, path)
+        found = checkpoints.load(self, path)
+        self._began_at = self.commits
+        if self._session is not None:
+            self._record_all()
+        return found
 
     def restore(self) -> None:
         """Return to the last commit. StateError if tensors have changed since and were not copied: one step per commit."""
@@ -162,7 +166,7 @@ class State:
             self._record.restore_entries()
             self._tensors.restore()
             self._steps.clear_steps()
-        self._drop_gradients()
+        self._steps.drop_gradients()
         self._record.restore_small()
         self._buffers.restore()
         self._record.restore_settings()
@@ -236,10 +240,9 @@ class State:
 
         The commit at which the ranks leave does not return, so a `zero_grad()` after it has not run.
         """
+        self._steps.drop_gradients()
         if aborted:
             self.undo()
-        else:
-            self._drop_gradients()
 
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""
@@ -247,6 +250,7 @@ class State:
         plan = self._session.checkpoints
         if plan is not None and self.commits == 0 and formation.rank == formation.root:
             plan.resume(self)
+            self._began_at = self.commits
         if formation.receivers:
             if self._contents.layout.changed():
                 self._survey()
@@ -335,12 +339,8 @@ class State:
 
     def _live(self) -> dict[str, Any]:
         """All live values, in the form in which they are sent and saved."""
-        return {"commits": self.commits, "copying": self._steps.copying, **self._contents.live()}
-
-    def _drop_gradients(self) -> None:
-        self._steps.clear_backward()
-        for parameter in self._contents.names:
-            parameter.grad = None
+        begun = {"commits": self.commits, "began_at": self._began_at, "copying": self._steps.copying}
+        return {**begun, **self._contents.live()}
 
     def _device(self) -> torch.device:
         """Where the parameters are."""
@@ -358,6 +358,7 @@ class State:
         received = rebuild(described, places)
         self._contents.set_received(received)
         self.commits, self._steps.copying = received["commits"], received["copying"]
+        self._began_at = received.get("began_at", 0)  # checkpoints of older versions have none
         self._steps.clear()
         self._tensors.keep = bool(self._steps.copying)
         self._survey()

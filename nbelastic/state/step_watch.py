@@ -87,9 +87,11 @@ class StepWatch:
         self._steps, self._accumulating = Counter(), False
         self._replays.clear()
 
-    def clear_backward(self) -> None:
-        """The gradients were dropped."""
+    def drop_gradients(self) -> None:
+        """The next step must use none of these: a step was cut off, or has used them."""
         self._accumulating = False
+        for parameter in self._contents.names:
+            parameter.grad = None
 
     def commit_counts(self) -> bool:
         """Called at each commit. False, on all ranks alike: this commit does nothing, as a rank accumulates gradients."""

@@ -8,7 +8,10 @@ import torch
 
 import nbelastic as nbe
 from nbelastic import ElasticSampler, ObjectState, StateError, TorchState
+from nbelastic.state.checkpoints import Plan
 from nbelastic.worker.interrupts import WorldLeft
+from tests.state.conftest import FakeSession, formation
+from tests.state.training import receive
 
 
 def network(optimizer="sgd"):
@@ -133,6 +136,34 @@ def test_steps_before_the_first_commit_are_undone(begun, kind):
     state.restore()
     assert state.clean
     assert all_values(model, optimizer) == before
+
+
+@pytest.mark.parametrize("way", ["resumed", "received", "loaded"])
+def test_steps_before_the_first_commit_after_a_checkpoint_are_undone(begun, tmp_path, way):
+    """How a program commits that goes on from a checkpoint is not known yet: it may commit less often than the one before."""
+    first, trained_by = network("adam")
+    old = begun(TorchState(model=first, optimizer=trained_by))
+    train_step(first, trained_by)
+    old.commit()
+    old.save(tmp_path).wait()
+    model, optimizer = network("adam")
+    state, session = TorchState(model=model, optimizer=optimizer), FakeSession()
+    if way == "resumed":
+        session.checkpoints = Plan(str(tmp_path), 100, 3, lambda: True)
+    begun(state, session)
+    if way == "loaded":
+        state.load(tmp_path)
+    elif way == "received":
+        old.load(tmp_path)
+        receive(state, old)
+        state.sync(formation(0, 1))
+    before = all_values(model, optimizer)
+    assert before == all_values(first, trained_by)
+    for _ in range(3):
+        train_step(model, optimizer)
+    state.restore()
+    assert all_values(model, optimizer) == before
+    assert (state.commits, state.clean) == (1, True)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
