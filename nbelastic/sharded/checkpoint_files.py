@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.chunks import Chunk, Parameter, owners_of
-from nbelastic.state.checkpoint_files import REMOVING, StreamTransform, flush, reason, rename, tidy
+from nbelastic.state.checkpoint_files import REMOVING, flush, reason, rename, tidy
+from nbelastic.state.checkpoint_streams import StreamTransform
 
 PARTS = ".parts-"  # begins the names of temporary folders
 POLL = 0.05  # seconds between two looks for parts
@@ -206,9 +207,13 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def finish(
-    temporary: Path, name: tuple[Path, int], metadata: Metadata, written_as: Mapping[str, str], parts: Sequence[Part]
+    temporary: Path,
+    name: tuple[Path, int, int],
+    metadata: Metadata,
+    written_as: Mapping[str, str],
+    parts: Sequence[Part],
 ) -> Path:
-    """Write `.metadata`, and rename the folder. StateError if a chunk is missing. `name`: the parent folder, the commit.
+    """Write `.metadata`, and rename the folder. StateError if a chunk is missing. `name`: parent folder, commit, number.
 
     `written_as`: for each further key of a parameter that layers share, the key under which it was written.
     """

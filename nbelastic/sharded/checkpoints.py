@@ -27,7 +27,7 @@ from nbelastic.sharded.checkpoint_reading import RECORD, Stored, newest
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Holdings, Record
 from nbelastic.sharded.whole_commits import Commit
-from nbelastic.state.checkpoint_files import prepare, reason
+from nbelastic.state.checkpoint_files import prepare, reason, reserved, still_there
 from nbelastic.state.checkpoints import Plan, Saving, as_folder, print_line
 from nbelastic.state.transfer import check_plain
 from nbelastic.system.argument_types import WHOLE, check_kind
@@ -153,13 +153,15 @@ class Writer:
                 files.write_failure(temporary, 0, error)
                 raise
             shards.whole.update(whole, **{RECORD: record})
-            files.write_part(temporary, 0, shards)
-            parts = files.collect(temporary, len(layout.hosts), lambda: self._patience)
-            tensors = [ShardTensor(*one) for one in record["tensors"]]
-            metadata, written_as = _metadata(layout, names, tensors, shards.whole, paths)
-            path = files.finish(temporary, (folder, commits), metadata, written_as, parts)
+            folder.mkdir(parents=True, exist_ok=True)
+            with reserved(folder) as (_, number):
+                files.write_part(temporary, 0, shards)
+                parts = files.collect(temporary, len(layout.hosts), lambda: self._patience)
+                tensors = [ShardTensor(*one) for one in record["tensors"]]
+                metadata, written_as = _metadata(layout, names, tensors, shards.whole, paths)
+                path = files.finish(temporary, (folder, commits, number), metadata, written_as, parts)
             files.remove_old(folder, keep, unfinished)
-            return path
+            return still_there(path)
 
         return complete
 

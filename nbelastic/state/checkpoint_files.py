@@ -19,7 +19,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from nbelastic.errors import StateError
+from nbelastic.state.checkpoint_streams import StreamTransform
 from nbelastic.state.transfer import TENSOR, why_not_plain
 
 FORMAT = 1
@@ -42,6 +43,7 @@ MANIFEST = "manifest"
 DESCRIPTION = "description"  # the name of the tensor whose bytes hold all other values
 _NAME = re.compile(r"(\d{6,})-commit-(\d+)")
 _WRITING, REMOVING = ".writing-", ".removing-"
+_NUMBERED = re.compile(rf"({re.escape(_WRITING)})?(\d{{6,12}})(?(1)|-commit-\d+)")  # also of a reserved number
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,14 +154,43 @@ def tidy(folder: Path, keep: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a folder that is being written, until this process ends. BlockingIOError if another process has locked it."""
+def reserved(folder: Path) -> Iterator[tuple[Path, int]]:
+    """A locked temporary folder, and a number for its checkpoint: the next one now, as the training may return to an old commit.
+
+    So a checkpoint that is written slowly does not come after one that another process has begun and completed meanwhile.
+    """
+    number = 0
+    while True:
+        known = [int(match[2]) for path in folder.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
+        number = max(number, *known, 0) + 1
+        temporary = folder / f"{_WRITING}{number:06d}"
+        with contextlib.suppress(FileExistsError):  # another process has reserved it meanwhile
+            temporary.mkdir()
+            break
+    try:
+        with _locked(temporary, needed=False):
+            yield temporary, number
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, needed: bool = True) -> Iterator[None]:
+    """Lock a folder that is being written, until this process ends. BlockingIOError if another process has locked it.
+
+    Some file systems have no locks: OSError if it is `needed`.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if needed or isinstance(error, BlockingIOError):
+                raise
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes forked meanwhile have the descriptor too
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes forked meanwhile have the descriptor too
         os.close(descriptor)
 
 
@@ -169,19 +200,20 @@ def _locked(path: Path) -> Iterator[None]:
 def write(folder: Path, snapshot: Snapshot, keep: int) -> Path:
     """Write a checkpoint and remove all but the newest `keep`. Raises OSError and StateError."""
     _read_described(snapshot.described)  # StateError if a reader could not load it
-    temporary = folder / f"{_WRITING}{uuid.uuid4().hex}"
-    temporary.mkdir()
-    try:
-        with _locked(temporary):
-            entries = _write_tensors(temporary, snapshot.contents())
-            _write_manifest(temporary, snapshot.commits, entries)
-            flush(temporary)
-            path = rename(temporary, folder, snapshot.commits)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with reserved(folder) as (temporary, number):
+        entries = _write_tensors(temporary, snapshot.contents())
+        _write_manifest(temporary, snapshot.commits, entries)
+        flush(temporary)
+        path = rename(temporary, folder, snapshot.commits, number)
     flush(folder)
     tidy(folder, keep)
+    return still_there(path)
+
+
+def still_there(path: Path) -> Path:
+    """StateError if this checkpoint, which was complete, has been removed."""
+    if not path.exists():
+        raise StateError("newer ones were written meanwhile")
     return path
 
 
@@ -213,27 +245,6 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Entry,
     )
 
 
-class StreamTransform:
-    """Passes the file itself to torch for each tensor.
-
-    Python flushes torch's own wrapper when it is collected. After an error the file is closed by then, and Python 3.13 prints
-    a traceback.
-    """
-
-    def transform_save_stream(self, _item: Any, file: IO[bytes]) -> tuple[_UnclosableFile, list[str]]:
-        return _UnclosableFile(file), []
-
-
-class _UnclosableFile:
-    """A file that stays open when torch closes it, as the next tensor goes into it too."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.write, self.flush = file.write, file.flush
-
-    def close(self) -> None:
-        self.flush()
-
-
 def _write_manifest(path: Path, commits: int, entries: tuple[Entry, ...]) -> None:
     """Flush all files to the disk, and write their sizes and checksums; torch leaves its last block in a buffer."""
     files = {}
@@ -253,17 +264,16 @@ def _measure(file: Path) -> File:
         return File(opened.tell(), digest)
 
 
-def rename(temporary: Path, folder: Path, commits: int) -> Path:
-    """Use the next number of this folder: the training may have returned to an older commit."""
-    number = max((int(path.name.partition("-")[0]) for path in listed(folder)), default=0)
+def rename(temporary: Path, folder: Path, commits: int, number: int) -> Path:
+    """Use this number, or the next one that is free."""
     while True:
-        number += 1
         path = folder / f"{number:06d}-commit-{commits}"
         try:
             temporary.rename(path)
         except OSError:
             if not path.exists():  # else another process has used this number
                 raise
+            number += 1
         else:
             return path
 

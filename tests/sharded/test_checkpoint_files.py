@@ -156,6 +156,36 @@ def test_the_newest_are_kept_and_the_rest_of_broken_generations_is_removed(tmp_p
     until(lambda: not first.busy)
 
 
+def test_a_late_checkpoint_does_not_become_the_newest(tmp_path, monkeypatch):
+    """Rank 0 of a world that broke completes its checkpoint after the next world has written one: that stays the newest."""
+    model, optimizer = trained()
+    bound = Bound({"model": model}, {"optimizer": optimizer})
+    layout = layout_of(bound, (1, 1, 1))
+    ((late,), (other,)), reached, resumed = (
+        (writers(bound, layout) for _ in range(2)),
+        threading.Event(),
+        threading.Event(),
+    )
+    collect = checkpoint_files.collect
+
+    def slow(*args):
+        reached.set()
+        assert resumed.wait(10)
+        return collect(*args)
+
+    monkeypatch.setattr(checkpoint_files, "collect", slow)
+    saving = late.save(tmp_path, 3, lambda: snapshot(bound, layout, 0, 5))
+    assert reached.wait(10)
+    monkeypatch.setattr(checkpoint_files, "collect", collect)
+    other.tokens.clear()  # a newcomer does not know the old world's temporary folder
+    other.enter("next")
+    other.bound(layout, checkpoints.Names(bound), 0)
+    path = other.save(tmp_path, 3, lambda: snapshot(bound, layout, 0, 4)).wait(20)
+    resumed.set()
+    assert (saving.wait(20).name, path.name) == ("000001-commit-5", "000002-commit-4")
+    assert newest(tmp_path).path == path
+
+
 def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys):
     """A file that was cut, or a `.metadata` that is not torch's: the line says why, and the one before it is used."""
     model, optimizer = trained()

@@ -1,0 +1,63 @@
+"""Several processes write checkpoints to one folder: which is the newest, and what a file system without locks changes."""
+
+import errno
+import os
+
+import pytest
+
+from nbelastic.errors import StateError
+from nbelastic.state import checkpoint_files as checkpoint
+from nbelastic.state import checkpoints as saving
+from tests.state.kept import counter, write, written
+
+
+@pytest.fixture
+def meanwhile(tmp_path, monkeypatch):
+    """`meanwhile(commits)`: another process writes a checkpoint of so many commits while this one writes its next one."""
+    write_tensors = checkpoint._write_tensors
+
+    def of(commits):
+        def slow(path, tensors):
+            monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
+            checkpoint.write(tmp_path, saving.CopyMemory(used_again=False).copy(counter(commits))[0], 3)
+            return write_tensors(path, tensors)
+
+        monkeypatch.setattr(checkpoint, "_write_tensors", slow)
+
+    return of
+
+
+@pytest.mark.parametrize("commits", [6, 4])
+def test_a_late_writer_does_not_make_its_checkpoint_the_newest(tmp_path, meanwhile, commits):
+    """A partitioned rank 0 completes its checkpoint after the next one has written another: the job goes on from that one.
+
+    That may be of an older commit, if the ranks that were left had only that.
+    """
+    meanwhile(commits)
+    write(counter(5), tmp_path)
+    assert written(tmp_path) == ["000001-commit-5", f"000002-commit-{commits}"]
+    again = counter()
+    saving.load(again, tmp_path)
+    assert again.commits == commits
+
+
+def test_a_late_checkpoint_that_is_too_many(tmp_path, meanwhile, capsys):
+    """If enough newer ones are kept, the late one is dropped, and one line says so."""
+    meanwhile(6)
+    with pytest.raises(StateError, match="newer ones were written meanwhile"):
+        write(counter(5), tmp_path, keep=1)
+    assert written(tmp_path) == ["000002-commit-6"]
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, error):
+    """Checkpoints are written all the same. What another process may still be writing stays."""
+
+    def without_locks(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", without_locks)
+    (tmp_path / ".writing-000001").mkdir()
+    write(counter(2), tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".writing-000001", "000002-commit-2"]
