@@ -43,7 +43,7 @@ from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.connection_events import EnvironmentReported, HostDisconnected, HostReconnected
 
-__all__ = ["deadline", "step"]
+__all__ = ["deadline", "only_waits", "step"]
 
 _WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING)
 
@@ -62,7 +62,7 @@ def step(
     if worker is None or worker in cluster.workers:
         handle = _handle if worker is None else _handle_worker_event  # those of workers come in thousands
         cluster = handle(cluster, event, now, out)
-    if more and _only_waits(before, cluster):
+    if more and only_waits(before, cluster):
         return cluster, tuple(out)
     if cluster.disconnected:
         cluster = connections.progress(cluster, now, out)
@@ -95,7 +95,7 @@ def step(
     return cluster, tuple(out)
 
 
-def _only_waits(before: ClusterState, cluster: ClusterState) -> bool:
+def only_waits(before: ClusterState, cluster: ClusterState) -> bool:
     """Whether the stage still waits for reports of members and nothing else is under way: only the reason would change."""
     job = cluster.active
     return (

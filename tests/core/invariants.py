@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from nbelastic.core import arrivals
 from nbelastic.core import commands as cmd
 from nbelastic.core.host_admission import external_addresses, wide
@@ -15,8 +13,7 @@ from nbelastic.core.persistent import PersistentDict, PersistentSet
 from nbelastic.core.reasons import in_words
 from nbelastic.core.setup_cells import lacking
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
-from nbelastic.core.step import deadline, step
-from nbelastic.driver.decisions import IN_BATCHES
+from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
@@ -25,139 +22,194 @@ from nbelastic.system.addresses import address_of, is_loopback
 if TYPE_CHECKING:
     from tests.core.story import Story
 
+Sets = dict[str, frozenset[WorkerId]]
+WORKER_SETS = ("member_set", "awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects")
+PERSISTENT = [
+    (name, type(default))
+    for name, default in zip(ClusterState.__struct_fields__[1:], ClusterState.__struct_defaults__, strict=True)
+    if isinstance(default, PersistentDict | PersistentSet)
+]
 
-def check_more(
-    before: ClusterState, event: ev.Event, now: float, cluster: ClusterState, commands: tuple[cmd.Command, ...]
+
+def check(
+    before: ClusterState,
+    cluster: ClusterState,
+    commands: tuple[cmd.Command, ...],
+    now: float,
+    *,
+    checked: ClusterState | None = None,
 ) -> None:
-    """If the driver decides on several events at once, the last one leads to the same state and commands as one by one."""
-    if not isinstance(event, IN_BATCHES):
-        return
-    left_out, first = step(before, event, now, more=True)
-    if left_out == cluster and first == commands:
-        return
-    one_by_one, others = step(cluster, ev.Ticked(), now)
-    at_once, last = step(left_out, ev.Ticked(), now)
-    assert at_once == one_by_one, event
-    assert (*first, *last) == (*commands, *others), event
-
-
-def check(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> None:
-    """Asserts what holds after every step."""
-    for fault in faults(before, cluster, commands, now):
+    """Asserts what holds after every step. Objects that are in `checked` too, a state that has passed, are not checked again."""
+    for fault in faults(before, cluster, commands, now, checked):
         raise AssertionError(
             f"{fault}\nreason: {in_words(cluster.reason, now)}\nstage: {cluster.stage}\ncommands: {commands}"
         )
 
 
-def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> Iterator[str]:
-    workers, alive = cluster.workers, set(cluster.workers)
-    if not in_words(cluster.reason, now):
+def faults(
+    before: ClusterState,
+    cluster: ClusterState,
+    commands: tuple[cmd.Command, ...],
+    now: float,
+    checked: ClusterState | None,
+) -> Iterator[str]:
+    """Sets of workers are compared as plain sets, which is faster: the simulation checks 1000 decisions for each seed."""
+    alive, sets = frozenset(cluster.workers), {name: frozenset(getattr(cluster, name)) for name in WORKER_SETS}
+    if not _same(checked, cluster, "reason") and not in_words(cluster.reason, now):
         yield "there is no reason"
-    for name, default in zip(ClusterState.__struct_fields__[1:], ClusterState.__struct_defaults__, strict=True):
-        if isinstance(default, PersistentDict | PersistentSet) and type(getattr(cluster, name)) is not type(default):
+    for name, kind in PERSISTENT:
+        if type(getattr(cluster, name)) is not kind:
             yield f"{name} is a {type(getattr(cluster, name)).__name__}, of which each change copies the whole"
-    if any(worker.id != w for w, worker in workers.items()):
-        yield "a worker is kept under the name of another"
-    if (
-        not before.generation <= cluster.generation <= cluster.highest_generation
-        or cluster.highest_generation > before.highest_generation + 2
-    ):
-        yield f"the generation went from {before.generation} to {cluster.generation}, the numbers from {before.highest_generation}"
-    planned = cluster.stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
-    if cluster.next_formation is not None and (
-        not planned or cluster.next_formation.generation <= cluster.generation or cluster.active is None
-    ):
-        yield f"generation {cluster.next_formation.generation} is prepared in {cluster.stage}"
-    if cluster.entered_next and (
-        cluster.next_formation is None or not cluster.entered_next <= frozenset(cluster.next_formation.members)
-    ):
-        yield f"{cluster.entered_next} are ahead in a generation that is not prepared"
-    if frozenset(cluster.members) != cluster.member_set or len(cluster.members) != len(cluster.member_set):
-        yield "ranks are not unique, or `member_set` is not `members`"
-    epoch_sets = (cluster.member_set, cluster.newcomers, cluster.leaving, cluster.awaiting, cluster.suspects)
-    if cluster.active is None and any(epoch_sets):
-        yield "there are members without a job"
-    if cluster.active is None and cluster.cancelled_formation is not None:
-        yield "a plan that was called off is kept without a job"
-    if cluster.active is None and cluster.unexplained_breaks[0]:
-        yield "unexplained breaks are counted without a job"
-    if cluster.unregistered != {w for w in cluster.starting if not cluster.workers[w].registered}:
-        yield f"unregistered are {sorted(cluster.unregistered)}, starting {sorted(cluster.starting)}"
-    for name in ("member_set", "awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects"):
-        if not getattr(cluster, name) <= alive:
-            yield f"{name} holds {getattr(cluster, name) - alive}, which are lost"
-    for name in ("awaiting", "leaving", "suspects"):
-        members = cluster.member_set
-        if name == "awaiting" and cluster.stage is Stage.PREPARING and cluster.next_formation is not None:
-            members = frozenset(cluster.next_formation.members)
-        if not getattr(cluster, name) <= members:
-            yield f"{name} holds {getattr(cluster, name) - members}, which are not members"
-    for name in ("member_set", "newcomers", "starting", "failed"):
-        if getattr(cluster, name) & cluster.stopped:
-            yield f"{name} holds {getattr(cluster, name) & cluster.stopped}, which were asked to end"
-    if not cluster.held_back.keys() <= cluster.newcomers | cluster.starting or any(
-        until <= now for until in cluster.held_back.values()
-    ):
-        yield "newcomers are left out that do not wait, or for longer than they were to be"
-    if any(not workers[w].reason or not workers[w].failures for w in cluster.held_back):
-        yield "a newcomer is left out without a reason"
-    if cluster.newcomers & cluster.member_set or cluster.newcomers & cluster.starting:
-        yield "a worker waits as a newcomer and is something else too"
-    if {w for w, worker in workers.items() if worker.state is WorkerState.STOPPED} != cluster.stopped:
-        yield "`stopped` is not who is stopped"
-    if {w for w, worker in workers.items() if worker.state is WorkerState.FAILED} != cluster.failed:
-        yield "`failed` is not who has failed"
-    yield from _faults_of_setup(cluster)
-    draining = {name for name, host in cluster.hosts.items() if host.phase is HostPhase.DRAINING}
-    if not {name for name, ending in cluster.ending.items() if not ending.successor} <= draining:
-        yield f"{cluster.ending.keys() - draining} are announced to end, and do not drain"
-    if any(now > ending.at for ending in cluster.ending.values()):
-        yield "a host is kept beyond its end"
-    for host in cluster.hosts.values():
-        busy = {WorkerId(host.spec.name, i, slot.incarnation) for i, slot in enumerate(host.slots) if slot.busy}
-        if busy != {w for w in alive if w.host == host.spec.name}:
-            yield f"{host.spec.name}'s busy slots are not its living workers"
-        if host.full != all(slot.busy for slot in host.slots[: host.spec.slots]):
-            yield f"{host.spec.name} is full or not, and does not know it"
-        if host.phase is HostPhase.LOST and busy:
-            yield f"{host.spec.name} is lost and has workers"
-    if not {w.host for w in alive} <= cluster.hosts.keys():
-        yield "a worker lives on no host"
-    yield from _faults_of_waiting(cluster, now)
-    wanted = cluster.limits.wanted + (cluster.kept_state is not None)  # a worker more may read the state that was kept
-    if (
-        len(alive) - len(cluster.stopped) - len(cluster.leaving) > wanted
-        and not cluster.failed
-        and not cluster.stopping
-    ):
-        yield f"{len(alive)} workers live, {wanted} are wanted"
-    yield from _faults_of_networks(cluster, now)
-    yield from _faults_of_standing_still(cluster)
-    yield from _faults_of_halts(cluster)
+    yield from _faults_of_generations(before, cluster, sets)
+    yield from _faults_of_sets(cluster, alive, sets, now)
+    yield from _faults_of_workers(cluster, sets)
+    same_hosts = _same(checked, cluster, "hosts")
+    if not (checked is not None and same_hosts and alive == frozenset(checked.workers)):
+        yield from _faults_of_hosts(cluster)
+    yield from _faults_of_ends(cluster, now)
+    yield from _faults_of_waiting(cluster, sets, now)
+    if not (same_hosts and _same(checked, cluster, "external_address", "stopping")):
+        yield from _faults_of_addresses(cluster)
+    yield from _faults_of_probes(cluster, now)
+    yield from _faults_of_standing_still(cluster, sets)
+    yield from _faults_of_halts(cluster, sets)
     for command in commands:
         yield from _faults_of(command, before, cluster, now)
     if cluster.stage is Stage.FORMING and (cluster.formation is None or cluster.formation.members[0].host == ""):
         yield "a world forms without an order"
 
 
-def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
+def _same(checked: ClusterState | None, cluster: ClusterState, *names: str) -> bool:
+    return checked is not None and all(getattr(checked, name) is getattr(cluster, name) for name in names)
+
+
+def _faults_of_generations(before: ClusterState, cluster: ClusterState, sets: Sets) -> Iterator[str]:
+    if (
+        not before.generation <= cluster.generation <= cluster.highest_generation
+        or cluster.highest_generation > before.highest_generation + 2
+    ):
+        yield f"the generation went from {before.generation} to {cluster.generation}, the numbers from {before.highest_generation}"
+    following, members = cluster.next_formation, sets["member_set"]
+    planned = cluster.stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
+    if following is not None and (not planned or following.generation <= cluster.generation or cluster.active is None):
+        yield f"generation {following.generation} is prepared in {cluster.stage}"
+    if cluster.entered_next and (following is None or not frozenset(cluster.entered_next) <= set(following.members)):
+        yield f"{cluster.entered_next} are ahead in a generation that is not prepared"
+    if frozenset(cluster.members) != members or len(cluster.members) != len(members):
+        yield "ranks are not unique, or `member_set` is not `members`"
+    if cluster.active is None:
+        if any(sets[name] for name in ("member_set", "newcomers", "leaving", "awaiting", "suspects")):
+            yield "there are members without a job"
+        if cluster.cancelled_formation is not None:
+            yield "a plan that was called off is kept without a job"
+        if cluster.unexplained_breaks[0]:
+            yield "unexplained breaks are counted without a job"
+    for name in ("awaiting", "leaving", "suspects"):
+        if name == "awaiting" and cluster.stage is Stage.PREPARING and following is not None:
+            allowed = frozenset(following.members)
+        else:
+            allowed = members
+        if not sets[name] <= allowed:
+            yield f"{name} holds {sets[name] - allowed}, which are not members"
+
+
+def _faults_of_sets(cluster: ClusterState, alive: frozenset[WorkerId], sets: Sets, now: float) -> Iterator[str]:
+    workers = cluster.workers
+    newcomers, starting, stopped = sets["newcomers"], sets["starting"], sets["stopped"]
+    for name, ids in sets.items():
+        if not ids <= alive:
+            yield f"{name} holds {ids - alive}, which are lost"
+    for name in ("member_set", "newcomers", "starting", "failed"):
+        if sets[name] & stopped:
+            yield f"{name} holds {sets[name] & stopped}, which were asked to end"
+    if newcomers & sets["member_set"] or newcomers & starting:
+        yield "a worker waits as a newcomer and is something else too"
+    held_back = cluster.held_back
+    if held_back and (
+        not held_back.keys() <= newcomers | starting or any(until <= now for until in held_back.values())
+    ):
+        yield "newcomers are left out that do not wait, or for longer than they were to be"
+    if any(not workers[w].reason or not workers[w].failures for w in held_back):
+        yield "a newcomer is left out without a reason"
+    wanted = cluster.limits.wanted + (cluster.kept_state is not None)  # a worker more may read the state that was kept
+    if len(alive) - len(stopped) - len(sets["leaving"]) > wanted and not (sets["failed"] or cluster.stopping):
+        yield f"{len(alive)} workers live, {wanted} are wanted"
+
+
+def _faults_of_workers(cluster: ClusterState, sets: Sets) -> Iterator[str]:
+    starting, unregistered = sets["starting"], set[WorkerId]()
+    by_state: dict[WorkerState, set[WorkerId]] = {WorkerState.STOPPED: set(), WorkerState.FAILED: set()}
+    for w, worker in cluster.workers.items():
+        state = worker.state
+        if worker.id != w:
+            yield "a worker is kept under the name of another"
+        if state in by_state:
+            by_state[state].add(w)
+        if not worker.registered and w in starting:
+            unregistered.add(w)
+        idle = state is WorkerState.READY and not worker.job
+        if idle and (lacking(cluster, worker) is not None or not worker.registered):
+            yield f"{w} is ready and not set up"
+        if worker.failed_cell and state not in by_state:
+            yield f"a setup cell failed on {w}, and it is {state}"
+        if worker.running_cell and state is WorkerState.STARTING and cluster.setup_by == NEVER:
+            yield f"{w} runs a setup cell without a deadline"
+    if frozenset(cluster.unregistered) != unregistered:
+        yield f"unregistered are {sorted(cluster.unregistered)}, starting {sorted(starting)}"
+    if by_state[WorkerState.STOPPED] != sets["stopped"]:
+        yield "`stopped` is not who is stopped"
+    if by_state[WorkerState.FAILED] != sets["failed"]:
+        yield "`failed` is not who has failed"
+    if cluster.trial is not None and not cluster.trial.running:
+        yield "no worker runs the cell that is on trial"
+    if len({cell.key for cell in cluster.setup}) != len(cluster.setup):
+        yield "two setup cells have the same key"
+
+
+def _faults_of_hosts(cluster: ClusterState) -> Iterator[str]:
+    living: dict[str, set[tuple[int, int]]] = {name: set() for name in cluster.hosts}
+    for w in cluster.workers:
+        if w.host not in living:
+            yield "a worker lives on no host"
+        else:
+            living[w.host].add((w.slot, w.incarnation))
+    for name, host in cluster.hosts.items():
+        busy = {(number, slot.incarnation) for number, slot in enumerate(host.slots) if slot.busy}
+        if busy != living[name] or host.spec.name != name:
+            yield f"{name}'s busy slots are not its living workers"
+        if host.full != all(slot.busy for slot in host.slots[: host.spec.slots]):
+            yield f"{name} is full or not, and does not know it"
+        if host.phase is HostPhase.LOST and busy:
+            yield f"{name} is lost and has workers"
+
+
+def _faults_of_ends(cluster: ClusterState, now: float) -> Iterator[str]:
+    for name, ending in cluster.ending.items():
+        host = cluster.hosts.get(name)
+        if not ending.successor and (host is None or host.phase is not HostPhase.DRAINING):
+            yield f"{name} is announced to end, and does not drain"
+        if now > ending.at:
+            yield f"{name} is kept beyond its end"
+
+
+def _faults_of_waiting(cluster: ClusterState, sets: Sets, now: float) -> Iterator[str]:
     """Each wait for a message has a deadline, unless too few workers are ready and the user allows it."""
-    wait, job = cluster.wait, cluster.active
-    if cluster.wake_at > min((arrivals.worker_deadline(cluster, w) for w in cluster.starting), default=NEVER):
+    wait, job, awaiting, stopped = cluster.wait, cluster.active, sets["awaiting"], sets["stopped"]
+    if any(cluster.wake_at > arrivals.worker_deadline(cluster, w) for w in sets["starting"]):
         yield f"no deadline for the start of {sorted(cluster.starting)}"
     if wait is not None and (wait.stage, wait.generation, wait.awaited) != (
         cluster.stage,
         cluster.generation,
-        len(cluster.awaiting),
+        len(awaiting),
     ):
         yield f"it waits in {wait.stage} of generation {wait.generation} for {wait.awaited}"
-    if not cluster.stopping and cluster.end_deadlines.keys() != cluster.stopped:
-        yield f"{cluster.stopped ^ cluster.end_deadlines.keys()} are asked to end, without a deadline"
+    if not cluster.stopping and cluster.end_deadlines.keys() != stopped:
+        yield f"{stopped ^ cluster.end_deadlines.keys()} are asked to end, without a deadline"
     endless = cluster.limits.elastic_timeout is None
-    told = job.asked_to_stop | job.succeeded if job is not None else frozenset()  # their programs are about to end
-    waits = job is not None and bool(cluster.awaiting - told) and cluster.stage is not Stage.RUNNING
-    trains = cluster.stage is Stage.HALTED and len(cluster.awaiting) == len(cluster.members)  # to the halt
-    if waits and not trains and deadline(cluster, now) == NEVER and not endless:
+    told = job.asked_to_stop | job.succeeded if job is not None else ()  # their programs are about to end
+    waits = job is not None and cluster.stage is not Stage.RUNNING and any(w not in told for w in awaiting)
+    trains = cluster.stage is Stage.HALTED and len(awaiting) == len(cluster.members)  # to the halt
+    if waits and not (trains or endless) and deadline(cluster, now) == NEVER:
         yield f"{cluster.stage} waits for {cluster.awaiting} without end"
     busy = cluster.timeout_paused_since is not None and not (
         cluster.members or cluster.newcomers
@@ -165,28 +217,13 @@ def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
     if (
         job is not None
         and cluster.stage is Stage.GATHERING
-        and deadline(cluster, now) == NEVER
         and not (endless or busy)
+        and deadline(cluster, now) == NEVER
     ):
         yield "there is no world, and no deadline"
 
 
-def _faults_of_setup(cluster: ClusterState) -> Iterator[str]:
-    for w, worker in cluster.workers.items():
-        idle = worker.state is WorkerState.READY and not worker.job
-        if idle and (lacking(cluster, worker) is not None or not worker.registered):
-            yield f"{w} is ready and not set up"
-        if worker.failed_cell and worker.state not in (WorkerState.FAILED, WorkerState.STOPPED):
-            yield f"a setup cell failed on {w}, and it is {worker.state}"
-        if worker.running_cell and worker.state is WorkerState.STARTING and cluster.setup_by == float("inf"):
-            yield f"{w} runs a setup cell without a deadline"
-    if cluster.trial is not None and not cluster.trial.running:
-        yield "no worker runs the cell that is on trial"
-    if len({cell.key for cell in cluster.setup}) != len(cluster.setup):
-        yield "two setup cells have the same key"
-
-
-def _faults_of_networks(cluster: ClusterState, now: float) -> Iterator[str]:
+def _faults_of_addresses(cluster: ClusterState) -> Iterator[str]:
     is_wide = wide(cluster)
     for name, host in cluster.hosts.items():
         there = host.phase in (HostPhase.UP, HostPhase.DRAINING) and not cluster.stopping
@@ -196,6 +233,9 @@ def _faults_of_networks(cluster: ClusterState, now: float) -> Iterator[str]:
             yield f"{name} is on {host.address} though others are on other machines"
         if there and host.agreed_addresses and host.address not in host.agreed_addresses:
             yield f"{name} is at {host.address}, where not all have reached it"
+
+
+def _faults_of_probes(cluster: ClusterState, now: float) -> Iterator[str]:
     for name, admission in cluster.probing.items():
         host = cluster.hosts.get(name)
         if host is None or host.phase is not HostPhase.STARTING or "probed with" not in host.reason:
@@ -206,25 +246,25 @@ def _faults_of_networks(cluster: ClusterState, now: float) -> Iterator[str]:
             yield f"{name} is probed with hosts that have gone: {admission.partners}"
 
 
-def _faults_of_standing_still(cluster: ClusterState) -> Iterator[str]:
+def _faults_of_standing_still(cluster: ClusterState, sets: Sets) -> Iterator[str]:
     still = cluster.stall
     if still is not None and (
         still.generation != cluster.generation or still.text not in in_words(cluster.reason, 0.0)
     ):
         yield "a world stands still and does not say so, or another one does"
     explained = set(still.stragglers if still is not None else ()) | cluster.held_back.keys()
-    told = {w for w, worker in cluster.workers.items() if worker.reason} - cluster.failed - cluster.stopped
+    told = {w for w, worker in cluster.workers.items() if worker.reason} - sets["failed"] - sets["stopped"]
     if told - explained:
         yield f"{told - explained} are said to be behind, and are not"
 
 
-def _faults_of_halts(cluster: ClusterState) -> Iterator[str]:
+def _faults_of_halts(cluster: ClusterState, sets: Sets) -> Iterator[str]:
     halt = cluster.halt
     if halt.running and not (cluster.stands_still and halt.cells and halt.until < NEVER):
         yield f"a cell runs in {cluster.stage}, or without a deadline"
     if not halt.running and (halt.until < NEVER or halt.ended):
         yield "the deadline or the results of a cell are kept after its end"
-    if not halt.running <= cluster.member_set:
+    if halt.running and not frozenset(halt.running) <= sets["member_set"]:
         yield f"a cell runs on {halt.running - cluster.member_set}, which are not members"
     if halt.asked and cluster.stage is not Stage.ASKED:
         yield f"a halt was asked for in {cluster.stage}"
@@ -232,71 +272,6 @@ def _faults_of_halts(cluster: ClusterState) -> Iterator[str]:
         yield "the members stand still for nothing"
     if cluster.active is None and (halt.cells or halt.paused_by):
         yield "there are cells or a pause without a job"
-
-
-WORDS = (  # messages of agents and workers, and requests about jobs
-    ev.AgentReady,
-    ev.Probed,
-    ev.PositionReported,
-    ev.WorkerStarted,
-    ev.WorkerRegistered,
-    ev.SetupEnded,
-    ev.WorkerExited,
-    ev.WorkerFrozen,
-    ev.WorkerSilent,
-    ev.WorkerResponded,
-    ev.WorkerReady,
-    ev.WorkerRaised,
-    ev.StoreOffered,
-    ev.WorkerPrepared,
-    ev.LeaveAcknowledged,
-    ev.WorkerHalted,
-    ev.CommitCellEnded,
-    ev.PauseRequested,
-    ev.ResumeRequested,
-    ev.WorkerFormed,
-    ev.WorkerSucceeded,
-    ev.WorkerHung,
-    ev.StateKept,
-    ev.ProgramEnded,
-    ev.JobSubmitted,
-    ev.JobStopRequested,
-)
-
-
-def check_doubled(cluster: ClusterState, event: ev.Event, now: float) -> None:
-    """A message that arrives twice in a row has no effect the second time.
-
-    By design, repeated questions are answered again: of a worker that waits for a world, whose connections broke, or that
-    hangs, and of a job that was refused.
-    """
-    if not isinstance(event, WORDS):
-        return
-    again, commands = step(cluster, event, now)
-    again = replace(again, reason=cluster.reason)
-    changed = {
-        name: getattr(again, name)
-        for name in cluster.__struct_fields__
-        if getattr(again, name) != getattr(cluster, name)
-    }
-    assert not changed, f"{event} changes {changed} when it arrives twice"
-    match event:
-        case ev.WorkerReady(worker=w) | ev.WorkerRaised(worker=w):
-            answers = (cmd.FormWorld, cmd.AbortWorld, cmd.StopProgram, cmd.LoadKeptState)
-            commands = [c for c in commands if not isinstance(c, answers) or _receivers(c) != (w,)]
-        case ev.WorkerHung() | ev.StateKept():
-            commands = [c for c in commands if not isinstance(c, cmd.EndHungWorker | cmd.DeleteKeptState)]
-        case ev.JobSubmitted(job=job):
-            commands = [c for c in commands if not isinstance(c, cmd.EndJob) or c.job != job]
-    assert not commands, f"{event} is answered twice: {commands}"
-
-
-def _receivers(command: cmd.FormWorld | cmd.AbortWorld | cmd.StopProgram | cmd.LoadKeptState) -> tuple[WorkerId, ...]:
-    match command:
-        case cmd.LoadKeptState(worker=w):
-            return (w,)
-        case cmd.FormWorld(to=workers) | cmd.AbortWorld(members=workers) | cmd.StopProgram(workers=workers):
-            return workers
 
 
 def check_stores(story: Story, event: ev.Event, commands: tuple[cmd.Command, ...]) -> None:

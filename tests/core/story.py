@@ -19,7 +19,8 @@ from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.program_events import BreakpointLeft, BreakpointReached, SwapFailed
 from tests.core.fakes import SIGKILL, FakeCluster, wid
-from tests.core.invariants import check, check_doubled, check_more, check_stores
+from tests.core.invariants import check, check_stores
+from tests.core.repeats import check_doubled, check_more
 
 AWAITED = (
     *(ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported),

@@ -17,7 +17,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostReconnected
 from nbelastic.protocol.program_events import ReplicaDiffered
 from tests.core.any_story import HOSTS, LONG_ENOUGH, AnyStory
-from tests.core.invariants import WORDS
+from tests.core.repeats import WORDS
 from tests.core.story import IN_TIME
 from tests.support.soak import examples
 

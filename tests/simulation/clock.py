@@ -10,10 +10,10 @@ from typing import Any
 class Timer:
     """A call that is due at a time. `cancel()` drops it."""
 
-    __slots__ = ("arguments", "at", "call")
+    __slots__ = ("arguments", "call")
 
-    def __init__(self, at: float, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.at, self.call, self.arguments = at, call, arguments
+    def __init__(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.call, self.arguments = call, arguments
 
     def cancel(self) -> None:
         self.call = _nothing
@@ -32,17 +32,20 @@ class Clock:
         self._made = 0
 
     def after(self, seconds: float, call: Callable[..., Any], *arguments: Any) -> Timer:
-        return self.at(self.now + seconds, call, *arguments)
+        return self._add(self.now + seconds, Timer(call, arguments))
 
     def at(self, when: float, call: Callable[..., Any], *arguments: Any) -> Timer:
+        return self._add(max(when, self.now), Timer(call, arguments))
+
+    def _add(self, when: float, timer: Timer) -> Timer:
         self._made += 1
-        timer = Timer(max(when, self.now), call, arguments)
-        heapq.heappush(self._due, (timer.at, self._made, timer))
+        heapq.heappush(self._due, (when, self._made, timer))
         return timer
 
     def run_until(self, end: float) -> None:
         """Make all calls that are due until then."""
-        while self._due and self._due[0][0] <= end:
-            self.now, _, timer = heapq.heappop(self._due)
+        due = self._due
+        while due and due[0][0] <= end:
+            self.now, _, timer = heapq.heappop(due)
             timer.call(*timer.arguments)
         self.now = end

@@ -49,10 +49,7 @@ class Group:
 
     def go_on(self) -> None:
         """End what all ranks have begun, unless the network keeps them apart."""
-        if self.broken or len(self._waiting) < self._size:
-            return
-        hosts = sorted(set(self._hosts.values()))
-        if not all(self._network.joined(one, other) for one in hosts for other in hosts if one < other):
+        if self.broken or len(self._waiting) < self._size or self._network.parts(set(self._hosts.values())):
             return
         most = JITTER if self._is_whole else CONNECT
         self._is_whole = True
@@ -79,7 +76,7 @@ class Group:
         return taken
 
     def _call(self, done: Done, error: str, most: float) -> None:
-        self._network.clock.after(self._network.rng.uniform(0.0, most), done, error)
+        self._network.clock.after(self._network.rng.random() * most, done, error)
 
 
 class Groups:

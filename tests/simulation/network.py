@@ -86,3 +86,7 @@ class Network:
     def joined(self, one: str, other: str) -> bool:
         """Whether packets pass both ways."""
         return (one, other) not in self.cut and (other, one) not in self.cut
+
+    def parts(self, machines: set[str]) -> bool:
+        """Whether there is a cut between two of these."""
+        return any(source in machines and target in machines for source, target in self.cut)

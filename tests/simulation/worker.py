@@ -202,27 +202,25 @@ class Worker:
             self._timer = None
         try:
             match main.throw(error) if error is not None else main.send(value):
-                case ("receive", seconds):
-                    if self._inbox:
-                        self._timer = self._clock.after(0.0, self._guarded, self._wake, number, None)
-                    else:
-                        self._waits_for_news = True
-                        self._timer = self._clock.after(seconds, self._guarded, self._wake, number, None)
                 case ("sleep", seconds):
-                    self._timer = self._clock.after(seconds, self._guarded, self._wake, number, None)
+                    self._timer = self._clock.after(seconds, self._wake, number, None)
                 case ("group", call, *arguments):
-                    call(*arguments, lambda error: self._guarded(self._wake, number, error))
+                    call(*arguments, partial(self._wake, number))
+                case ("receive", seconds):
+                    self._waits_for_news = not self._inbox
+                    self._timer = self._clock.after(0.0 if self._inbox else seconds, self._wake, number, None)
         except StopIteration:
             self._main = None
 
     def _wake(self, number: int, error: str | None) -> None:
-        if number != self._waiting_number:
-            return
-        self._waits_for_news = False
-        if error:
-            self._resume(None, GroupError(error))
-        else:
-            self._resume(self._inbox.popleft() if error is None and self._inbox else None)
+        if self.is_stopped:
+            self._while_stopped.append((self._wake, (number, error)))
+        elif number == self._waiting_number and self.is_alive:
+            self._waits_for_news = False
+            if error:
+                self._resume(None, GroupError(error))
+            else:
+                self._resume(self._inbox.popleft() if error is None and self._inbox else None)
 
     def _program(self, job: str) -> Main:
         machine = self.protocol
@@ -259,7 +257,9 @@ class Worker:
                 yield ("group", self._group.collective, self._group_rank)
                 if self.protocol.is_over(self.protocol.generation):
                     raise WorldAbortedError
-                yield from self._commit()
+                self._commit()
+                if self._attention:
+                    yield from self._read_messages()
         except (WorldLeftError, WorldAbortedError):
             return False
         except GroupError as error:
@@ -329,7 +329,7 @@ class Worker:
         self._world.check_synced(self, formation, shared)
         self._send(machine.formed({}))
 
-    def _commit(self) -> Main:
+    def _commit(self) -> None:
         machine = self.protocol
         self.commits.append(machine.generation)
         self._world.check_commit(self)
@@ -340,8 +340,6 @@ class Worker:
             self._close_left()
             self._make_offer()
             self._send(ev.StoreOffered(self.id, machine.generation, self._offer))
-        if self._attention:
-            yield from self._read_messages()
 
     def _read_messages(self) -> Main:
         machine, announced = self.protocol, False

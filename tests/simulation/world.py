@@ -13,31 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.liveness import is_host_lost
 from nbelastic.core.reasons import in_words
 from nbelastic.core.state import ClusterState, Stage
-from nbelastic.core.step import deadline, step
+from nbelastic.core.step import deadline
 from nbelastic.driver.command_executor import CommandExecutor
-from nbelastic.driver.liveness import StallDetector
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.worker.formation import Formation
-from tests.core.invariants import check, check_more
+from tests.core.invariants import check
+from tests.core.repeats import step_both_ways
 from tests.simulation.clock import Clock
 from tests.simulation.drivers import Drivers
 from tests.simulation.groups import Groups
 from tests.simulation.host import Agent
+from tests.simulation.liveness import HEARTBEAT, Liveness
 from tests.simulation.network import DRIVER, Network
-from tests.simulation.worker import LEASE, Worker
+from tests.simulation.worker import Worker
 
 AGENT_START = (0.3, 1.5)  # seconds
 LOSSES = ("world-broken", "worker-lost", "host-lost")
 SETTLE = 60.0  # seconds in which the driver finds out what earlier faults have done
 CALM = 40.0  # seconds without faults, at the end
-HEARTBEAT = 1.0  # seconds between two checks of the driver
 
 
 class Nothing:
@@ -66,8 +65,7 @@ class World:
         self._agents_started = 0
         self._deadline: Any = None
         self._at_once = 0  # deadlines in a row that have elapsed already, as an end that is announced too late has
-        self._stalls = StallDetector()
-        self._cut_off_at: float | None = None
+        self.liveness = Liveness(self)
         self.drivers = Drivers(self)
         self.trained: dict[tuple[str, int], int] = {}  # by job and commit: in which generation it was made last
         self.jobs = 1
@@ -96,9 +94,8 @@ class World:
             return
         before, now = self.cluster, self.clock.now
         self.events.append((now, event))
-        self.cluster, commands = step(before, event, now)
-        check(before, self.cluster, commands, now)
-        check_more(before, event, now, self.cluster, commands)
+        self.cluster, commands = step_both_ways(before, event, now)
+        check(before, self.cluster, commands, now, checked=before)
         for command in commands[: self.drivers.survives(len(commands))]:
             self._executor.execute(command, now)
         self._set_deadline()
@@ -132,9 +129,9 @@ class World:
     def go_on_with(self, cluster: ClusterState, commands: tuple[cmd.Command, ...], reported: set[str]) -> None:
         """The next driver has taken over. Only agents that have `reported` count."""
         self.log.append((self.clock.now, f"driver-came: driver {self.drivers.term}"))
-        self.cluster, self._stalls, self._cut_off_at = cluster, StallDetector(), None
+        self.cluster, self.liveness = cluster, Liveness(self)
         for host in self.agents.keys() - reported:
-            self._forget_agent(host)
+            self.forget_agent(host)
         for command in commands:
             self._executor.execute(command, self.clock.now)
         self._set_deadline()
@@ -146,38 +143,9 @@ class World:
         return in_words(self.cluster.reason, self.clock.now)
 
     def _watch(self) -> None:
-        """What `driver.liveness` does every heartbeat."""
         self.clock.after(HEARTBEAT, self._watch)
-        if not self.drivers.decides:
-            return
-        now, cluster = self.clock.now, self.cluster
-        silences = {host: self.silence_of(host) for host in cluster.hosts}
-        most = cluster.limits.silence
-        if silences and all(silence > most for silence in silences.values()):
-            self._cut_off_at = now
-        training = {w.host for w in cluster.members} if cluster.phase == "running" else set()
-        since_commit = self._stalls.since_commit(cluster.generation, now)
-        since_cut_off = now - self._cut_off_at if self._cut_off_at is not None else None
-        for host, silence in silences.items():
-            commit = since_commit if host in training else None
-            if is_host_lost(silence, commit, since_cut_off, most=most, lease=LEASE):
-                self._forget_agent(host)
-                self.post(ev.AgentLost(host, f"no message from it for {silence:.0f} s", silence))
-        if cluster.stands_still:
-            self._stalls.excuse(now)
-        elif self.cluster.phase == "running" and not any(silence > 3 * HEARTBEAT for silence in silences.values()):
-            event = self._stalls.check(self.cluster.generation, max(1.0, most / 2), now)
-            if event is not None:
-                self.post(event)
-
-    def silence_of(self, host: str) -> float:
-        """Seconds since the last message of the host's present agent, which sends one all the time."""
-        agent = self.agents.get(host)
-        if agent is None or agent.heard_at is None:
-            return 0.0
-        if agent.is_alive and (host, DRIVER) not in self.network.cut:
-            agent.heard_at = self.clock.now
-        return self.clock.now - agent.heard_at
+        if self.drivers.decides:
+            self.liveness.watch()
 
     # ---- what the executor calls: agents, workers, jobs ----
 
@@ -237,7 +205,7 @@ class World:
     # ---- agents ----
 
     def _start_agent(self, spec: HostSpec) -> None:
-        self._forget_agent(spec.name)
+        self.forget_agent(spec.name)
         self._agents_started += 1
         agent = self.agents[spec.name] = Agent(self, spec.name, self._agents_started)
         self.clock.after(self.rng.uniform(*AGENT_START), self._begin_agent, agent)
@@ -255,7 +223,7 @@ class World:
         self.running[agent.host] = [agent]
         agent.start()
 
-    def _forget_agent(self, host: str) -> None:
+    def forget_agent(self, host: str) -> None:
         """The driver no longer counts on the host's agent, which may live on."""
         agent = self.agents.pop(host, None)
         if agent is not None and self.network.joined(host, DRIVER):
@@ -290,7 +258,7 @@ class World:
         elif isinstance(message, agent_messages.AgentEnding):
             drivers.tell(ev.HostRemoved(message.host, by=message.reason, within=message.within))
         elif isinstance(message, agent_messages.AgentGoodbye):
-            self._forget_agent(agent.host)
+            self.forget_agent(agent.host)
             drivers.tell(ev.AgentLost(message.host, message.reason))
         elif isinstance(message, agent_messages.AgentHello):
             drivers.tell(ev.AgentReady(message.host, message.pid, message.addresses, message.port))
@@ -315,7 +283,7 @@ class World:
     def progress(self, w: WorkerId, generation: int, total: int) -> None:
         """Telemetry: it may be lost."""
         if (w.host, DRIVER) not in self.network.cut:
-            self._stalls.note_commits(generation, total, self.clock.now)
+            self.liveness.stalls.note_commits(generation, total, self.clock.now)
 
     # ---- addresses ----
 
