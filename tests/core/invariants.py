@@ -55,7 +55,7 @@ def faults(
 ) -> Iterator[str]:
     """Sets of workers are compared as plain sets, which is faster: the simulation checks 1000 decisions for each seed."""
     alive, sets = frozenset(cluster.workers), {name: frozenset(getattr(cluster, name)) for name in WORKER_SETS}
-    if not _same(checked, cluster, "reason") and not in_words(cluster.reason, now):
+    if (checked is None or checked.reason is not cluster.reason) and not in_words(cluster.reason, now):
         yield "there is no reason"
     for name, kind in PERSISTENT:
         if type(getattr(cluster, name)) is not kind:
@@ -63,12 +63,13 @@ def faults(
     yield from _faults_of_generations(before, cluster, sets)
     yield from _faults_of_sets(cluster, alive, sets, now)
     yield from _faults_of_workers(cluster, sets)
-    same_hosts = _same(checked, cluster, "hosts")
-    if not (checked is not None and same_hosts and alive == frozenset(checked.workers)):
+    same_hosts = checked is not None and checked.hosts is cluster.hosts
+    if checked is None or not same_hosts or alive != frozenset(checked.workers):
         yield from _faults_of_hosts(cluster)
     yield from _faults_of_ends(cluster, now)
     yield from _faults_of_waiting(cluster, sets, now)
-    if not (same_hosts and _same(checked, cluster, "external_address", "stopping")):
+    last = (checked.external_address, checked.stopping) if checked is not None else None
+    if not same_hosts or last != (cluster.external_address, cluster.stopping):
         yield from _faults_of_addresses(cluster)
     yield from _faults_of_probes(cluster, now)
     yield from _faults_of_standing_still(cluster, sets)
@@ -77,10 +78,6 @@ def faults(
         yield from _faults_of(command, before, cluster, now)
     if cluster.stage is Stage.FORMING and (cluster.formation is None or cluster.formation.members[0].host == ""):
         yield "a world forms without an order"
-
-
-def _same(checked: ClusterState | None, cluster: ClusterState, *names: str) -> bool:
-    return checked is not None and all(getattr(checked, name) is getattr(cluster, name) for name in names)
 
 
 def _faults_of_generations(before: ClusterState, cluster: ClusterState, sets: Sets) -> Iterator[str]:
