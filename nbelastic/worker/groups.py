@@ -103,6 +103,14 @@ class Groups:
         if self._earlier:
             self._earlier[-1].abort()
 
+    def abort_for_all(self) -> None:
+        """Make the other ranks of the present generation raise or, between generations, those of the last one. In any thread."""
+        group, left = self.present, self._left
+        if group is not None:
+            group.abort(for_all=True)
+        elif left is not None:
+            left.close()
+
     @property
     def uses_gpu(self) -> bool:
         """Whether this process has used a GPU, or its job's groups are for one."""

@@ -162,8 +162,8 @@ class LinkThread:
                     self._prepare(formation)
                 case protocol.SendOutput(later=later):
                     self._output.hold() if later else self._send_output()
-                case protocol.AbortGroup() if (group := self._groups.present) is not None:
-                    group.abort(for_all=True)
+                case protocol.AbortGroup():
+                    self._groups.abort_for_all()
                 case protocol.EndProcess():
                     os._exit(0)
 

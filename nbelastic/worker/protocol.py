@@ -61,7 +61,7 @@ class SendOutput(Action):
 
 
 class AbortGroup(Action):
-    """Abort the present group for all, so that its other members raise as well: no driver asks them to."""
+    """Abort the present or last group for all, so that its other members raise as well: no driver asks them to."""
 
 
 class EndProcess(Action):
@@ -325,12 +325,11 @@ class Protocol:
     def _tick_without_driver(self, now: float, link: LinkState) -> list[Action]:
         """Abort a broken generation, so that its members do not block; end the program when the lease has expired."""
         event, actions = self.facts.last_event, list[Action]()
-        if (
-            isinstance(event, ev.WorkerRaised)
-            and not event.intact
-            and self.generation
-            and event.generation == self.generation
-        ):
+        if self.generation:
+            lost = isinstance(event, ev.WorkerRaised) and not event.intact and event.generation == self.generation
+        else:  # it has left an aborted one: the abort may not have reached others, which wait for this worker
+            lost = 0 < self.left <= self._aborted
+        if lost:
             actions.append(AbortGroup())
         if now - link.received_at > self._lease:
             if not self.facts.busy:

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from nbelastic.worker import process_group
 from nbelastic.worker.formation import Formation
+from nbelastic.worker.groups import Groups
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import Group, Offer
 from nbelastic.worker.sockets import Connections, borrowed, count_connected, end_reading, listeners, open_sockets
@@ -116,8 +118,9 @@ def test_a_default_timeout_of_the_program_leaves_connections_as_they_are():
             socket.setdefaulttimeout(before)
 
 
-def test_a_rank_that_goes_on_writing_to_an_aborted_one_meets_no_error():
-    """Gloo would not report it. The aborted rank reads the end of the data at once; the other one when all have left."""
+@contextlib.contextmanager
+def aborted_connection():
+    """A connection whose one end was aborted: that rank's `Connections`, and the other end."""
     connections = Connections()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
         other.settimeout(20)
@@ -128,12 +131,34 @@ def test_a_rank_that_goes_on_writing_to_an_aborted_one_meets_no_error():
             connections.end({name: fd for name, fd in connections.now().items() if fd == aborted.fileno()})
             assert aborted.recv(1) == b""
             assert not os.get_blocking(aborted.fileno())
+        yield connections, other
+
+
+def has_ended(other):
+    with contextlib.suppress(ConnectionResetError):
+        return other.recv(1) == b""
+    return True
+
+
+def test_a_rank_that_goes_on_writing_to_an_aborted_one_meets_no_error():
+    """Gloo would not report it. The aborted rank reads the end of the data at once; the other one when all have left."""
+    with aborted_connection() as (connections, other):
         for _ in range(2):  # the first write after the connection's end would succeed
             other.sendall(b"a gradient")
             assert not select.select([other], [], [], 0.05)[0]
         connections.close()
-        with contextlib.suppress(ConnectionResetError):
-            assert other.recv(1) == b""
+        assert has_ended(other)
+
+
+def test_the_last_group_is_aborted_for_all():
+    """A rank keeps the connections of a group that it has left. Between generations an abort for all ends them."""
+    groups = Groups("127.0.0.1", lambda _: True)
+    with aborted_connection() as (connections, other):
+        groups.present = SimpleNamespace(generation=1, connections=connections, leave=lambda **_: None)
+        groups.close()
+        assert not select.select([other], [], [], 0.05)[0]
+        groups.abort_for_all()
+        assert has_ended(other)
 
 
 def two_members(pool):

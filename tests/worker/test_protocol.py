@@ -294,11 +294,8 @@ def test_a_result_comes_after_all_that_was_printed_and_reported(worker):
 def test_output_waits_for_a_driver_that_takes_it(worker):
     """The driver is disconnected, or does not acknowledge messages."""
     congested_link = LinkState(disconnected=False, congested=True, received_at=0.0)
-    assert [worker.tick(1.0, line)[0].later for line in (CONNECTED, congested_link, DISCONNECTED)] == [
-        False,
-        True,
-        True,
-    ]
+    links = (CONNECTED, congested_link, DISCONNECTED)
+    assert [worker.tick(1.0, link)[0].later for link in links] == [False, True, True]
 
 
 # ---- without a driver, and with a new one ----
@@ -312,6 +309,17 @@ def test_a_worker_that_lost_a_connection_aborts_its_group(worker):
     worker.raised("RuntimeError: x", intact=False)
     assert AbortGroup() in worker.tick(1.0, DISCONNECTED)
     assert AbortGroup() not in worker.tick(1.0, CONNECTED)
+
+
+def test_a_worker_that_has_left_an_aborted_group_aborts_it_for_all(worker):
+    """The abort may not have reached the others, and there is no driver. After a planned change they may need its connections."""
+    worker.leave()
+    assert AbortGroup() not in worker.tick(1.0, DISCONNECTED)
+    worker.receive(worker_messages.Abort(GENERATION, "a worker was lost"))
+    assert AbortGroup() not in worker.tick(1.0, CONNECTED)
+    assert AbortGroup() in worker.tick(1.0, DISCONNECTED)
+    worker.generation = GENERATION + 1
+    assert AbortGroup() not in worker.tick(1.0, DISCONNECTED)
 
 
 def test_a_worker_without_a_driver_ends_after_its_lease(worker):
