@@ -27,6 +27,7 @@ class Drivers:
         self._world = world
         self.term = 1
         self.decides = True
+        self.died_at = 0.0  # the last one that was killed
         self.reports: TakeoverReports | None = None
         self.told_to_end: frozenset[WorkerId] = frozenset()
         self._saved: SavedCluster | None = None
@@ -60,7 +61,7 @@ class Drivers:
             return
         if self.decides:
             self._saved = snapshot_of(self._world.cluster)  # it is saved before the commands are carried out
-        self.decides, self.reports, self._commands_left = False, None, None
+        self.decides, self.reports, self._commands_left, self.died_at = False, None, None, self._world.clock.now
         self._inbox.clear()
         self._world.lose_driver()
         self._next = self._world.clock.after(seconds, self._begin)
@@ -85,6 +86,7 @@ class Drivers:
     def _begin(self) -> None:
         world, saved = self._world, self._saved
         assert saved is not None
+        world.check_none_blocks()
         self.term += 1
         world.drop_ended_agents()
         agents = {host: SimpleNamespace(process="", job="", is_tunnelled=False) for host in world.agents}

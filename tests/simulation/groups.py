@@ -27,10 +27,10 @@ class Group:
         self._hosts: dict[int, str] = {}  # by rank that has arrived
         self._waiting: dict[int, Done] = {}  # by rank that waits for the others: to connect, or in a collective
         self._is_whole = False
-        self.broken = ""
+        self._closed: dict[int, str] = {}  # why, by rank that has closed its connections
 
     def connect(self, worker: Worker, rank: int, done: Done) -> None:
-        if self._is_whole and not self.broken:  # it was prepared
+        if self._is_whole:  # it was prepared
             self._call(done, "", CONNECT / 10)
             return
         self._hosts[rank] = worker.id.host
@@ -41,20 +41,24 @@ class Group:
         self._wait(rank, done)
 
     def _wait(self, rank: int, done: Done) -> None:
-        if self.broken:
-            self._call(done, self.broken, NOTICE)
-            return
         self._waiting[rank] = done
-        self.go_on()
+        if self._closed:
+            self._fail_those_that_notice()
+        else:
+            self.go_on()
 
     def go_on(self) -> None:
         """End what all ranks have begun, unless the network keeps them apart."""
-        if self.broken or len(self._waiting) < self._size or self._network.parts(set(self._hosts.values())):
+        if self._closed or len(self._waiting) < self._size or self._network.parts(set(self._hosts.values())):
             return
         most = JITTER if self._is_whole else CONNECT
         self._is_whole = True
         for done in self._take_waiting():
             self._call(done, "", most)
+
+    def awaits(self, rank: int) -> bool:
+        """Whether this rank waits for others."""
+        return rank in self._waiting
 
     def leave(self, rank: int) -> None:
         """A rank leaves or aborts: the others wait for it."""
@@ -63,12 +67,18 @@ class Group:
             self._call(done, "aborted", 0.0)
 
     def close(self, rank: int, why: str = "a peer has closed its connections") -> None:
-        """A rank closes its connections, or has ended: collectives of the others fail, now or later."""
+        """A rank closes its connections, or has ended: collectives of its neighbours fail, now or later."""
         self.leave(rank)
-        if self._hosts.pop(rank, None) is not None and not self.broken:
-            self.broken = why
-            for each in self._take_waiting():
-                self._call(each, why, NOTICE)
+        if self._hosts.pop(rank, None) is not None:
+            self._closed[rank] = why
+            self._fail_those_that_notice()
+
+    def _fail_those_that_notice(self) -> None:
+        """A rank exchanges data with its two neighbours. The others wait for these. While they connect, all notice."""
+        for other, why in self._closed.items():
+            for rank in sorted(self._waiting):
+                if not self._is_whole or (rank - other) % self._size in (1, self._size - 1):
+                    self._call(self._waiting.pop(rank), why, NOTICE)
 
     def _take_waiting(self) -> list[Done]:
         taken = [self._waiting[rank] for rank in sorted(self._waiting)]

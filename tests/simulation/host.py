@@ -40,6 +40,10 @@ class Agent:
     def _interfaces(self) -> tuple[Interface, ...]:
         return (Interface("eth0", self.world.address_of(self.host)),)
 
+    @property
+    def _now(self) -> float:
+        return self.world.now_on(self.host)
+
     def start(self) -> None:
         self._send(ev.AgentReady(self.host, self.number, self._interfaces, PORT))
 
@@ -80,7 +84,7 @@ class Agent:
             reached = message.addresses if network.joined(self.host, target) else ()
             self._send(ev.Probed(self.host, message.target, reached, message.number))
         else:
-            self._carry_out(self.protocol.handle(message, self.world.clock.now))
+            self._carry_out(self.protocol.handle(message, self._now))
 
     def _carry_out(self, actions: list[protocol.Action]) -> None:
         for action in actions:
@@ -147,8 +151,8 @@ class Agent:
         self._checks = False
         if self.is_alive:
             states = {w: "T" if worker.is_stopped else "S" for w, worker in self.workers.items()}
-            self._carry_out(self.protocol.check_states(states, self.world.clock.now))
-            self._carry_out(self.protocol.check_end(self.world.clock.now))
+            self._carry_out(self.protocol.check_states(states, self._now))
+            self._carry_out(self.protocol.check_end(self._now))
             if any(worker.is_stopped for worker in self.workers.values()):
                 self._check_soon()
 
@@ -159,7 +163,7 @@ class Agent:
 
     def announce_end(self, within: float) -> None:
         """SIGTERM to the agent."""
-        now = self.world.clock.now
+        now = self._now
         self._carry_out(self.protocol.will_end(now + within, "SIGTERM to its agent", now))
         self.world.clock.after(within, self._check_soon)
 

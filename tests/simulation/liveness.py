@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 from nbelastic.core.liveness import is_host_lost
 from nbelastic.driver.liveness import SILENT_HEARTBEATS, StallDetector
 from nbelastic.protocol import events as ev
-from tests.simulation.network import DRIVER
+from tests.simulation.network import DRIVER, HEARTBEAT
 from tests.simulation.worker import LEASE
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
-
-HEARTBEAT = 1.0  # seconds between two checks of the driver
 
 
 class Liveness:

@@ -14,6 +14,8 @@ from typing import Any
 from tests.simulation.clock import Clock
 
 DRIVER = "driver"
+HEARTBEAT = 1.0  # seconds between two ticks of driver, agents and workers
+NOTICED = 12.0  # seconds until ZeroMQ notices a cut
 LONGEST_PAUSE = 1.0  # seconds after a cut in which a message is repeated
 
 

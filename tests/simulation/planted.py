@@ -1,4 +1,4 @@
-"""Ten faults that are planted into the product, to show that the simulation finds them: each is a patch of one function."""
+"""Eleven faults that are planted into the product, to show that the simulation finds them: each is a patch of one function."""
 
 from __future__ import annotations
 
@@ -88,6 +88,9 @@ PLANTED = {
     "a worker reports a commit less than it has": lambda: changed(worker_protocol.Protocol, "ready", _without_commit),
     "a worker stops later than it has promised": lambda: changed(
         worker_protocol.Protocol, "_set_leave_point", _late_acknowledgement
+    ),
+    "a worker whose world is broken waits for a driver": lambda: changed(
+        worker_protocol.Protocol, "_tick_without_driver", lambda _: lambda self, now, link: []
     ),
     "no deadline is kept": lambda: changed(deadlines, "act", lambda _: lambda cluster, now, out: cluster),
 }

@@ -19,6 +19,7 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.hang_detector import REPEAT
 from nbelastic.worker.link_thread import OFFER_AT
 from tests.simulation.groups import Group
+from tests.simulation.network import HEARTBEAT
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -75,6 +76,7 @@ class Worker:
         self._while_stopped: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.commits: list[int] = []  # the generation in which each commit was made
         self.job = ""
+        self.raised_at = 0.0  # when it last asked the driver about an error
         self._collectives = 0
         self._offers = 0
 
@@ -159,6 +161,19 @@ class Worker:
                     position = (machine.total, self._collectives, "train.py:9 in step", self._clock.now)
                     self._send(ev.PositionReported(self.id, generation, *position, connected))
 
+    def _tick(self, generation: int) -> None:
+        """As `LinkThread.tick`, while the worker waits for the driver, in this generation or before the next one."""
+        machine, now = self.protocol, self._world.now_on(self.id.host)
+        if machine.generation != generation:
+            return
+        self._clock.after(HEARTBEAT, self._guarded, self._tick, generation)
+        link = protocol.LinkState(self._world.is_disconnected(self.id.host), congested=False, received_at=now)
+        for action in machine.tick(now, link):
+            if isinstance(action, protocol.AbortGroup):
+                if self._group is not None:
+                    self._group.close(self._group_rank)
+                self._close_left()
+
     def _prepare(self, formation: Formation) -> None:
         group = self._world.groups.of(formation.generation, formation.world_size)
         self._prepared[formation.generation] = group, formation.rank
@@ -187,6 +202,11 @@ class Worker:
             group, rank = self._left
             group.close(rank, why)
             self._left = None
+
+    @property
+    def blocks(self) -> bool:
+        """Whether it waits in a collective for other ranks."""
+        return self._group is not None and self._group.awaits(self._group_rank)
 
     # ---- the main thread ----
 
@@ -270,6 +290,8 @@ class Worker:
         machine = self.protocol
         machine.leave()
         self._make_offer()
+        if machine.left > 0 and machine.is_over(machine.left):
+            self._clock.after(HEARTBEAT, self._guarded, self._tick, 0)
         news, sent = None, None
         while True:
             if machine.quit is not None:
@@ -300,10 +322,8 @@ class Worker:
     def _join(self, formation: Formation) -> Main:
         machine = self.protocol
         self._prepared.pop(formation.generation, None)
-        self._group, self._group_rank = (
-            self._world.groups.of(formation.generation, formation.world_size),
-            formation.rank,
-        )
+        self._group = self._world.groups.of(formation.generation, formation.world_size)
+        self._group_rank = formation.rank
         machine.generation = formation.generation
         self._collectives, self._offer = 0, ""
         if machine.is_over(formation.generation):
@@ -370,7 +390,8 @@ class Worker:
     def _ask_about(self, error: str) -> Main:
         """As `Session.is_own_error` for an error of the group."""
         machine, generation = self.protocol, self.protocol.generation
-        raised = machine.raised(error, intact=False)
+        raised, self.raised_at = machine.raised(error, intact=False), self._clock.now
+        self._clock.after(HEARTBEAT, self._guarded, self._tick, generation)
         while not machine.is_over(generation):
             self._send(raised)
             news = yield from self._next(REPEAT)

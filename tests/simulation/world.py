@@ -29,8 +29,8 @@ from tests.simulation.clock import Clock
 from tests.simulation.drivers import Drivers
 from tests.simulation.groups import Groups
 from tests.simulation.host import Agent
-from tests.simulation.liveness import HEARTBEAT, Liveness
-from tests.simulation.network import DRIVER, Network
+from tests.simulation.liveness import Liveness
+from tests.simulation.network import DRIVER, HEARTBEAT, NOTICED, Network
 from tests.simulation.worker import Worker
 
 AGENT_START = (0.3, 1.5)  # seconds
@@ -51,7 +51,7 @@ class World:
 
     def __init__(self, seed: int, hosts: Iterable[str], **limits: Any) -> None:
         self.rng = random.Random(seed)
-        self.clock = Clock()
+        self.clock, self.seed = Clock(), seed
         self.network = Network(self.clock, self.rng)
         self.groups = Groups(self.network)
         self.transfers: dict[int, dict[str, Any]] = {}  # by generation
@@ -62,6 +62,7 @@ class World:
         self.running: dict[str, list[Agent]] = {}  # on each machine
         self.down: set[str] = set()  # machines that are off
         self._addresses: dict[str, str] = {}
+        self._clocks: dict[str, float] = {}  # seconds by which that of a machine is ahead
         self._agents_started = 0
         self._deadline: Any = None
         self._at_once = 0  # deadlines in a row that have elapsed already, as an end that is announced too late has
@@ -285,10 +286,24 @@ class World:
         if (w.host, DRIVER) not in self.network.cut:
             self.liveness.stalls.note_commits(generation, total, self.clock.now)
 
+    def is_disconnected(self, host: str) -> bool:
+        """Whether the link of this host knows that it has no connection to a driver."""
+        drivers, network, now = self.drivers, self.network, self.clock.now
+        if drivers.is_dead:
+            return now - drivers.died_at > HEARTBEAT
+        paths = network.cut & {(host, DRIVER), (DRIVER, host)}
+        return any(now - network.cut_at[path] > NOTICED for path in paths)
+
     # ---- addresses ----
 
     def address_of(self, host: str) -> str:
         return self._addresses.setdefault(host, f"10.0.0.{len(self._addresses) + 1}")
+
+    def now_on(self, host: str) -> float:
+        """The time of the machine's own clock: those of two machines have nothing in common."""
+        if host not in self._clocks:
+            self._clocks[host] = random.Random(f"{self.seed} {host}").uniform(0.0, 1e6)
+        return self._clocks[host] + self.clock.now
 
     def host_at(self, addresses: tuple[str, ...]) -> str:
         return next(host for host, address in self._addresses.items() if address in addresses)
@@ -330,6 +345,17 @@ class World:
                     f"commit {number} was made in generation {first} and again in {generation}, though {other.id} has it"
                 )
         self.trained[worker.job, number] = generation
+
+    def check_none_blocks(self) -> None:
+        """There was no driver for a while. So each member that has raised has aborted its world for the others, too."""
+        early, members = self.clock.now - 8 * HEARTBEAT, [w for w in self.workers() if w.protocol.generation]
+        events = [worker.protocol.facts.last_event for worker in members if worker.raised_at < early]
+        over = {event.generation for event in events if isinstance(event, ev.WorkerRaised)}
+        over -= {
+            w.protocol.generation for w in members if w.is_stopped or w.protocol.has_promised
+        }  # others wait for it
+        blocked = [worker.id for worker in members if worker.blocks and worker.protocol.generation in over]
+        assert self.drivers.died_at > early or not blocked, f"{blocked} block, and no driver aborts their world"
 
     @contextmanager
     def no_loss(self) -> Iterator[None]:
