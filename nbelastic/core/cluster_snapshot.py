@@ -61,6 +61,17 @@ class SavedCluster(Struct, frozen=True):
 
 
 Saved = tuple[ClusterState, SavedCluster]  # a state, and what was saved of it
+# Fields of `ClusterState` from which all but `ran` is saved.
+_SAVED = (
+    *("limits", "hosts", "ending", "removed_hosts", "incarnations", "hosts_joined", "highest_generation", "last_probe"),
+    *("members", "stopped", "stage", "stopping", "job", "kept_state", "last_formed", "setup", "resets"),
+    *("driver_address", "external_address"),
+)
+
+
+def is_saved(before: ClusterState, cluster: ClusterState) -> bool:
+    """Whether a snapshot of `before` has all of this state that is saved, if no worker has run a setup cell since. O(1)"""
+    return all(getattr(before, field) is getattr(cluster, field) for field in _SAVED)
 
 
 def snapshot_of(cluster: ClusterState, earlier: Saved | None = None) -> SavedCluster:

@@ -29,8 +29,13 @@ from nbelastic.protocol.ids import WorkerId
 
 def worker_formed(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
     """A member has joined the process group and holds the training state. The world runs when all members have."""
-    cluster = with_worker(cluster, replace(cluster.workers[w], has_state=True, failures=0))
+    cluster = with_worker(cluster, formed(cluster.workers[w]))
     return complete_formation(without(cluster, (w,), "awaiting"), now, out)
+
+
+def formed(worker: Worker) -> Worker:
+    """The record of a member that has joined the process group."""
+    return replace(worker, has_state=True, failures=0)
 
 
 def complete_formation(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

@@ -106,7 +106,7 @@ _EVENT = msgspec.json.Decoder(_ANY_EVENT)
 def line_of(at: float, entry: ev.Event | Begins) -> dict[str, object]:
     """The line for an event or a beginning, without what only the driver needs."""
     if isinstance(entry, ev.Event):
-        return {"at": at, "event": msgspec.to_builtins(_loggable(entry))}
+        return {"at": at, "event": msgspec.to_builtins(loggable(entry))}
     if isinstance(entry, TakenOver):
         cells = tuple(_without_source(cell) for cell in entry.cluster.setup)
         workers = tuple(replace(report, reports=()) for report in entry.workers)
@@ -209,7 +209,10 @@ def _without_text(name: str, value: Any) -> Any:
     return _without_texts(value)
 
 
-def _loggable(event: ev.Event) -> ev.Event:
+def loggable(event: ev.Event) -> ev.Event:
+    """The event as the event log has it, without what only the driver needs."""
+    if isinstance(event, ev.WorkerReady | ev.WorkerFormed):  # they come in thousands
+        return event
     match event:
         case ev.SetupSubmitted(source=source, pushed=pushed):
             return replace(event, source=_digest(source), pushed=_without_values(pushed))

@@ -89,7 +89,9 @@ def mark_working(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState
 def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Ask awaited members for their positions, or end the wait, if it is time."""
     wait = cluster.wait
-    if wait is None or (wait.stage, wait.generation) != (cluster.stage, cluster.generation):
+    if wait is None or now < deadline(cluster):
+        return cluster
+    if (wait.stage, wait.generation) != (cluster.stage, cluster.generation):
         return cluster  # another deadline has ended the stage
     if now >= wait.ask_at and wait.stage is not Stage.ASKED:
         out.append(cmd.QueryPosition(wait.generation, tuple(w for w in cluster.members if w in cluster.awaiting)))

@@ -357,9 +357,9 @@ class ClusterState(Struct, frozen=True):
         return self.script if self.script is not None and not self.script.outcome else None
 
 
-def is_same(before: ClusterState, cluster: ClusterState, *, but: Collection[str] = ()) -> bool:
-    """Whether all fields `but` these hold the same objects. Equal objects count as changed. O(1)"""
-    return all(getattr(before, f) is getattr(cluster, f) for f in ClusterState.__struct_fields__ if f not in but)
+def is_same(before: ClusterState, cluster: ClusterState) -> bool:
+    """Whether all fields hold the same objects. Equal objects count as changed. O(1)"""
+    return all(getattr(before, f) is getattr(cluster, f) for f in ClusterState.__struct_fields__)
 
 
 def with_members(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:

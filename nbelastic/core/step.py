@@ -37,15 +37,14 @@ from nbelastic.core import (
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.deadlines import deadline
-from nbelastic.core.state import ClusterState, Stage, with_worker
+from nbelastic.core.state import ClusterState, with_worker
+from nbelastic.core.together import only_waits
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.connection_events import EnvironmentReported, HostDisconnected, HostReconnected
 
-__all__ = ["deadline", "only_waits", "step"]
-
-_WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING)
+__all__ = ["deadline", "step"]
 
 
 def step(
@@ -93,24 +92,6 @@ def step(
     if cluster.stall is not None:
         cluster = stalls.explain(cluster)
     return cluster, tuple(out)
-
-
-def only_waits(before: ClusterState, cluster: ClusterState) -> bool:
-    """Whether the stage still waits for reports of members and nothing else is under way: only the reason would change."""
-    job = cluster.active
-    return (
-        cluster.stage in _WAITS_FOR_ALL
-        and cluster.stage is before.stage
-        and bool(cluster.awaiting)
-        and job is not None
-        and not job.succeeded
-        and cluster.stopped is before.stopped
-        and not (cluster.disconnected or cluster.partition_check.pairs or cluster.probing or cluster.ending)
-        and not (cluster.stopping or cluster.setup_outdated or cluster.external_nodes or cluster.held_back)
-        and not cluster.deferred_events
-        and not (cluster.wait is not None and cluster.wait.irreplaceable)
-        and all(under_way is None for under_way in (cluster.kept_state, cluster.trial, cluster.script, cluster.stall))
-    )
 
 
 def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:

@@ -28,6 +28,7 @@ from nbelastic.core.state import (
     ClusterState,
     HostPhase,
     Stage,
+    Worker,
     WorkerState,
     format_ids,
     rank_text,
@@ -40,6 +41,9 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 ABORT_ARRIVES = 1.0  # seconds; after them a report from the broken generation means that the abort was lost
+ABORT_WAITS = (
+    0.001  # seconds more for each member: with many, a report may only have waited until the driver could handle it
+)
 # In errors after which a process may not be able to use its GPU any more: see `worker.gpu_errors`.
 GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUDNN_STATUS_")
 # In errors of torch. A newcomer may find memory on its GPU that an ended worker has held for a moment longer.
@@ -68,10 +72,35 @@ def handle_deferred(cluster: ClusterState, now: float, out: Commands) -> Cluster
     return cluster
 
 
+def takes_part(worker: Worker) -> bool:
+    """Whether it may still take part in the job."""
+    return worker.state not in (WorkerState.STOPPED, WorkerState.FAILED)
+
+
+def ready(old: Worker, event: ev.WorkerReady, *, holds_state: bool) -> Worker:
+    """The record of a worker that waits for a world."""
+    return replace(
+        old,
+        state=WorkerState.READY,
+        generation=event.generation,
+        commit=event.commit,
+        clean=event.clean,
+        store=event.store,
+        has_state=holds_state,
+        program=event.program,
+        breakpoint_at="",  # pdb does not report each way out of it
+    )
+
+
+def missed_abort(cluster: ClusterState, now: float) -> bool:
+    """Whether a report from the broken generation comes so late that the abort did not reach the worker."""
+    return now - cluster.broken_at > ABORT_ARRIVES + ABORT_WAITS * len(cluster.members)
+
+
 def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: Commands) -> ClusterState:
     """A worker waits for a world: a newcomer, or a member that has left its generation."""
     w, job, old = event.worker, cluster.active, cluster.workers[event.worker]
-    if old.state in (WorkerState.STOPPED, WorkerState.FAILED):
+    if not takes_part(old):
         return cluster
     if job is None or event.job != job.name:  # the program began after the job had ended
         out.append(cmd.StopProgram(event.job, (w,), "the job is over"))
@@ -80,17 +109,7 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         return cluster
     if event.program != swaps.wanted(cluster):
         return swaps.other_program(cluster, event, out)
-    worker = replace(
-        old,
-        state=WorkerState.READY,
-        generation=event.generation,
-        commit=event.commit,
-        clean=event.clean,
-        store=event.store,
-        has_state=holds_newest_state(cluster, old, event),
-        program=event.program,
-        breakpoint_at="",  # pdb does not report each way out of it
-    )
+    worker = ready(old, event, holds_state=holds_newest_state(cluster, old, event))
     cluster = unassign_kept_state(replace(cluster, hung=cluster.hung - {w}), worker)
     if w not in cluster.member_set:
         # settling begins with the first newcomer, and again with the one that makes them enough
@@ -148,8 +167,7 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
         case ev.WorkerHalted():
             return halts.worker_halted(cluster, event)
         case ev.WorkerRaised(intact=intact, error=error):
-            late = now - cluster.broken_at > ABORT_ARRIVES
-            if cluster.stage is Stage.GATHERING and w in cluster.awaiting and late:  # it did not receive the abort
+            if cluster.stage is Stage.GATHERING and w in cluster.awaiting and missed_abort(cluster, now):
                 out.append(cmd.AbortWorld(cluster.generation, (w,), "this generation is over"))
             if cluster.stage is Stage.GATHERING or w in cluster.active.asked_to_stop:
                 return cluster

@@ -137,7 +137,7 @@ class Agents:
                 *(
                     handle.agent.job,
                     returns(handle.agent, handle.returned),
-                    handle.disconnected_at > self._heard_at(handle),
+                    bool(handle.disconnected_at) and handle.disconnected_at > self._heard_at(handle),
                     handle.drain_announced,
                 ),
             )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from nbelastic.core import commands as cmd
+from nbelastic.core import together
+from nbelastic.core.cluster_snapshot import is_saved
 from nbelastic.core.replay import Started
 from nbelastic.core.state import ClusterState, is_same
 from nbelastic.core.step import deadline, step
@@ -19,28 +22,28 @@ from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.system import versions
 
-# A worker reports them to the next driver as well: see `WorkerReport`. With many workers they come in thousands.
-REPORTED_AGAIN = (
+# A worker reports them to the next driver as well (see `WorkerReport`), or they are of no use to it.
+SAVED_LATER = {
     ev.WorkerStarted,
     ev.WorkerReady,
     ev.StoreOffered,
     ev.WorkerPrepared,
     ev.WorkerFormed,
     ev.WorkerRaised,
-)
-SAVE_SOON = 0.1  # seconds within which they are saved if no command follows from them
-# With many workers these come in thousands too. The driver saves once for all that wait in the inbox one after the other.
-IN_BATCHES = (
-    *REPORTED_AGAIN,
+    ev.LeaveAcknowledged,
+    ev.WorkerHalted,
+}
+SAVE_SOON = 0.1  # seconds within which what they change is saved, if no command follows from them
+# With many workers these come in thousands. The driver saves once for all that wait in the inbox one after the other.
+IN_BATCHES = {
+    *SAVED_LATER,
     ev.AgentReady,
     ev.Probed,
     ev.WorkerRegistered,
     ev.SetupEnded,
-    ev.LeaveAcknowledged,
-    ev.WorkerHalted,
     ev.WorkerSucceeded,
     ev.ProgramEnded,
-)
+}
 BATCH = 256  # events at most, so that messages and other events do not wait for long
 Execute = Callable[[cmd.Command, float], None]
 
@@ -84,7 +87,8 @@ class Decisions:
         self._clock, self._event_log, self._internal_errors = clock, event_log, internal_errors
         self._is_stale, self._save, self._execute = is_stale, save, execute
         self._after_decisions, self._on_failure = after_decisions, on_failure
-        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._inbox: deque[ev.Event] = deque()
+        self._has_arrived = asyncio.Event()
         self._can_decide_now = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._save_timer: asyncio.TimerHandle | None = None
@@ -95,34 +99,37 @@ class Decisions:
 
     def post(self, event: ev.Event) -> None:
         """Put an event into the inbox."""
-        self._inbox.put_nowait(event)
+        self._inbox.append(event)
+        self._has_arrived.set()
 
     def decide_now(self, event: ev.Event) -> None:
         """Decide on a node's event before those in the inbox, because its sender is the host's present node only now."""
         if not self._can_decide_now:  # there is no cluster state yet, or the first events come first
             self.post(event)
         else:
-            self._decide(event)
+            self._decide([event])
 
     async def run(self) -> None:
         """Decide on all events until the cluster has stopped."""
-        while not self._inbox.empty():
-            self._decide_waiting(self._inbox.get_nowait())
+        while self._inbox:
+            self._decide_waiting()
         self._can_decide_now = True
         while self.cluster.phase != "finished":
-            self._decide_waiting(await self._inbox.get())
+            while not self._inbox:
+                self._has_arrived.clear()
+                await self._has_arrived.wait()
+            self._decide_waiting()
 
-    def _decide_waiting(self, event: ev.Event) -> None:
-        """Decide on this event, and on those behind it in the inbox if they are of the kinds that come in thousands."""
-        reports: list[ev.Event] = []
-        while isinstance(event, IN_BATCHES) and len(reports) < BATCH - 1 and not self._inbox.empty():
-            reports.append(event)
-            event = self._inbox.get_nowait()
-        if isinstance(event, IN_BATCHES):
-            self._decide(*reports, event)
-        else:  # whether it is stale may depend on the commands before it
-            self._decide(*reports)
-            self._decide(event)
+    def _decide_waiting(self) -> None:
+        """Decide on the first event in the inbox, and on those behind it if all are of the kinds that come in thousands.
+
+        Of other events each is decided on alone: whether it is stale may depend on the commands before it.
+        """
+        events, inbox = [self._inbox.popleft()], self._inbox
+        if type(events[0]) in IN_BATCHES:
+            while inbox and type(inbox[0]) in IN_BATCHES and len(events) < BATCH:
+                events.append(inbox.popleft())
+        self._decide(events)
 
     def set_deadline_timer(self, now: float) -> None:
         """Post a tick at the core's next deadline."""
@@ -130,7 +137,7 @@ class Decisions:
         at = deadline(self.cluster, now)
         if at != float("inf"):
             loop = asyncio.get_running_loop()
-            self._deadline_timer = loop.call_later(at - now, self._inbox.put_nowait, ev.Ticked())
+            self._deadline_timer = loop.call_later(at - now, self.post, ev.Ticked())
 
     def cancel_deadline_timer(self) -> None:
         if self._deadline_timer is not None:
@@ -153,23 +160,36 @@ class Decisions:
         self._save_timer = None
         self._save()
 
-    def _decide(self, *events: ev.Event) -> None:
+    def _decide(self, events: Sequence[ev.Event]) -> None:
         """Decide on these events, then carry out all decisions."""
         decided: list[Decision] = []
         now = self._clock.now()
-        last = len(events) - 1
-        for number, event in enumerate(events):
-            if self._internal_errors.decision_failure:
-                self._stop_if_requested(event)
-                continue
+        number = 0
+        while number < len(events):
+            event = events[number]
             try:
-                decided += self._step(event, now, more=number < last)
+                made = self._decide_first(events[number:], now)
+                decided += made
+                number += max(1, len(made))
             except Exception as error:  # noqa: BLE001  (a bug of ours: the training must go on)
                 self._carry_out(decided)
                 decided.clear()
                 self._event_log.note(event, now)  # for a replay
                 self._on_failure(event, error)
+                number += 1
         self._carry_out(decided)
+
+    def _decide_first(self, events: Sequence[ev.Event], now: float) -> list[Decision]:
+        """Decide on the first of these events: on several if the core can decide on them together. All but the last count."""
+        event, before, last = events[0], self.cluster, len(events) - 1
+        if self._internal_errors.decision_failure:
+            self._stop_if_requested(event)
+            return []
+        if last:
+            self.cluster, count = together.decide(before, events[:last], now)
+            if count:
+                return [Decision(event, before, (), now) for event in events[:count]]
+        return self._step(event, now, more=last > 0)
 
     def _stop_if_requested(self, event: ev.Event) -> None:
         """After a failed decision: a request to stop the cluster ends the driver, which then ends all that it has started."""
@@ -196,9 +216,11 @@ class Decisions:
         if not decided:
             return
         has_commands = any(decision.commands for decision in decided)
-        saves = has_commands or not all(isinstance(decision.event, REPORTED_AGAIN) for decision in decided)
-        # First: if the driver is killed now, it has announced nothing that the next driver cannot know.
-        calls: list[Callable[[], object]] = [self._save if saves else self._save_soon]
+        calls: list[Callable[[], object]] = []
+        if has_commands or not {type(decision.event) for decision in decided} <= SAVED_LATER:
+            calls.append(self._save)  # first: what a driver announces, the next one must know if this one is killed now
+        elif not is_saved(decided[0].before, self.cluster):
+            calls.append(self._save_soon)
         events: list[ev.Event] = []
         for event, _, commands, now in decided:
             events.append(event)

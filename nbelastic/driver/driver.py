@@ -310,8 +310,7 @@ class Driver:
         if self.cluster.removed_workers != before.removed_workers:
             self._components.forget(before.workers.keys() - self.cluster.workers.keys())
         self._decisions.set_deadline_timer(decided[-1].now)
-        for decision in decided:
-            self._pending.on_decision(decision.event)
+        self._pending.on_decisions(decision.event for decision in decided)
         self._publish()
 
     def save(self) -> None:

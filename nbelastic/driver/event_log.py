@@ -17,7 +17,7 @@ from nbelastic.core import replay
 from nbelastic.driver.lost_steps import LostSteps
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
-from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
+from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode_lines
 from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord
 from nbelastic.system.private_files import append_private, read_private
 
@@ -66,7 +66,7 @@ class EventLog:
     def note_all(self, events: Sequence[ev.Event], now: float) -> None:
         """The same for several events, which were decided on at once."""
         if events:
-            self._write(*(replay.line_of(now, event) for event in events))
+            self._write(*({"at": now, "event": replay.loggable(event)} for event in events))
 
     def note_symptom(self, event: ev.Event, now: float) -> None:
         """Before `step` decides on an event: note the time if the event is the first symptom of a break."""
@@ -153,7 +153,7 @@ class EventLog:
 
     def _write(self, *lines: dict[str, object]) -> None:
         """Write these lines. Lines are dropped while the disk is full, because no decision may depend on the log."""
-        data = b"".join([b"" if self._is_last_line_complete else b"\n", *(encode(line) + b"\n" for line in lines)])
+        data = (b"" if self._is_last_line_complete else b"\n") + encode_lines(lines)
         try:
             self._is_last_line_complete = self._file.write(data) == len(data)
             if self._file.tell() > MAX_SIZE:

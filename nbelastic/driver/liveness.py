@@ -151,6 +151,8 @@ class Liveness:
 
     def _check_workers(self, cluster: ClusterState) -> None:
         """Find unresponsive workers. Their processes exist and are not stopped, or their agents would have reported that."""
+        if not self._unresponsive and self._workers.are_heard(self._max_silence):
+            return
         self._unresponsive &= cluster.workers.keys()
         for w in cluster.workers:
             silence = self._workers.silence_of(w)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -60,9 +60,10 @@ class Pending:
         self._posted.append((event, predicate, self.track(future)))
         self._post(event)
 
-    def on_decision(self, event: ev.Event) -> None:
-        """The driver has decided on this event: evaluate the predicates that wait for it from now on."""
-        for posted in [posted for posted in self._posted if posted[0] is event]:
+    def on_decisions(self, events: Iterable[ev.Event]) -> None:
+        """The driver has decided on these events: evaluate the predicates that wait for them from now on."""
+        decided = {id(event) for event in events} if self._posted else ()
+        for posted in [posted for posted in self._posted if id(posted[0]) in decided]:
             self._posted.remove(posted)
             self._waiting.append(posted[1:])
 

@@ -106,7 +106,7 @@ class ReceivedMessages:
             self._scripts.receive(peer, self._stamped(message))
         elif self.takeover is not None and isinstance(message, Report):
             self.takeover.add(message)
-        elif isinstance(message, IN_BATCHES):  # they come in thousands
+        elif isinstance(message, ev.Event) and type(message) in IN_BATCHES:  # they come in thousands
             self._handle_event(message)
         else:
             self._handle_other(peer, message)

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.core.cluster_snapshot import Saved, SavedCluster, snapshot_of
-from nbelastic.core.state import ClusterState, is_same
+from nbelastic.core.cluster_snapshot import Saved, SavedCluster, is_saved, snapshot_of
+from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
 from nbelastic.driver.engines import Engines
@@ -103,9 +103,10 @@ class SnapshotWriter:
         if not self._is_saving:
             return
         cluster = self._cluster()
-        if self._summary is None or not is_same(self._summary[0], cluster, but=("script", "external_nodes")):
-            self._summary = (cluster, snapshot_of(cluster, self._summary))
-        snapshot = self._snapshot(self._summary[1])
+        summary = self._summary
+        if summary is None or summary[0].workers is not cluster.workers or not is_saved(summary[0], cluster):
+            self._summary = summary = (cluster, snapshot_of(cluster, summary))
+        snapshot = self._snapshot(summary[1])
         if snapshot != self._last:
             snapshot.write(self._run_folder.path)
             self._last = snapshot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -47,6 +48,12 @@ class Workers:
         peer = f"worker/{w}"
         heard_at = self._server.heard_at.get(peer, self._expected_since.get(peer))
         return self._clock.silence(heard_at) if heard_at is not None else 0.0
+
+    def are_heard(self, seconds: float) -> bool:
+        """Whether the last message of each peer is at most so old. If so, no worker needs to be looked at."""
+        heard_at = self._server.heard_at
+        missing = (at for peer, at in self._expected_since.items() if peer not in heard_at)
+        return self._clock.silence(min((*heard_at.values(), *missing), default=math.inf)) <= seconds
 
     def forget(self, workers: Iterable[WorkerId]) -> None:
         """Forget all that is known of lost workers."""

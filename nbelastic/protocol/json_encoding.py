@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,3 +18,11 @@ def encode(message: object) -> bytes:
         return _encoder.encode(message)
     except UnicodeEncodeError:
         return json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace")
+
+
+def encode_lines(messages: Sequence[object]) -> bytes:
+    """Encode each of them as `encode` does, in a line of its own."""
+    try:
+        return _encoder.encode_lines(messages)
+    except UnicodeEncodeError:
+        return b"".join(encode(message) + b"\n" for message in messages)

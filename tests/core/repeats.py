@@ -6,7 +6,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState
-from nbelastic.core.step import only_waits, step
+from nbelastic.core.step import step
+from nbelastic.core.together import decide, only_waits
 from nbelastic.driver.decisions import IN_BATCHES
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
@@ -80,19 +81,31 @@ def check_more(
     before: ClusterState, event: ev.Event, now: float, cluster: ClusterState, commands: tuple[cmd.Command, ...]
 ) -> None:
     """If the driver decides on several events at once, the last one leads to the same state and commands as one by one."""
-    if isinstance(event, IN_BATCHES):
-        _compare(*step(before, event, now, more=True), event, now, cluster, commands)
+    if type(event) in IN_BATCHES:
+        left_out, first = step(before, event, now, more=True)
+        _check_together(before, event, now, left_out, first)
+        _compare(left_out, first, event, now, cluster, commands)
 
 
 def step_both_ways(before: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
     """As `step`, and as `check_more`. It makes a second step only if the first one has left something out."""
-    more = isinstance(event, IN_BATCHES)
+    more = type(event) in IN_BATCHES
     left_out, first = step(before, event, now, more=more)
+    if more:
+        _check_together(before, event, now, left_out, first)
     if not (more and only_waits(before, left_out)):
         return left_out, first
     cluster, commands = step(before, event, now)
     _compare(left_out, first, event, now, cluster, commands)
     return cluster, commands
+
+
+def _check_together(
+    before: ClusterState, event: ev.Event, now: float, left_out: ClusterState, first: tuple[cmd.Command, ...]
+) -> None:
+    """If the driver decides on this event together with others, that leads to the same as `step` alone."""
+    together, count = decide(before, (event,), now)
+    assert not count or (together, first) == (left_out, ()), event
 
 
 def _compare(

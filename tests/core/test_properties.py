@@ -8,9 +8,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.cluster_snapshot import snapshot_of
+from nbelastic.core.cluster_snapshot import is_saved, snapshot_of
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
@@ -189,6 +190,8 @@ class EveryStory(AnyStory):
         earlier = getattr(self, "earlier", None)
         saved = snapshot_of(self.story.cluster, earlier)
         assert saved == snapshot_of(self.story.cluster)
+        if earlier is not None and is_saved(earlier[0], self.story.cluster):
+            assert replace(saved, ran=()) == replace(earlier[1], ran=())
         self.earlier = self.story.cluster, saved
 
     @invariant()

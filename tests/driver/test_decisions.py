@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.state import Stage
 from nbelastic.driver import decisions
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.decisions import BATCH, Decisions
@@ -47,7 +48,7 @@ class Watched(Decisions):
         )
 
     def start(self, event: ev.Event) -> None:
-        self._decide(event)
+        self._decide([event])
         self.done.clear()
 
 
@@ -63,8 +64,8 @@ def decide(driver, *events):
     """Put these events into the inbox and decide on all of them. Returns the steps."""
     for event in events:
         driver.post(event)
-    while not driver._inbox.empty():
-        driver._decide_waiting(driver._inbox.get_nowait())
+    while driver._inbox:
+        driver._decide_waiting()
     return driver.done
 
 
@@ -109,3 +110,18 @@ def test_a_fault_in_a_decision_leaves_those_before_it(driver, monkeypatch):
     assert driver.failures == [ev.AgentReady("h1", 1)]
     lines = driver.log.read_text().splitlines()
     assert [json.loads(line)["event"]["host"] for line in lines if "AgentReady" in line] == ["h0", "h1"]
+
+
+def test_reports_that_change_nothing_saved_are_not_saved(driver):
+    """The reports for which a stage waits are saved only when a command follows, as after the last one."""
+    driver.start(ev.HostsDiscovered((HostSpec("h0", 8),)))
+    workers = [wid(f"h0/{slot}#1") for slot in range(8)]
+    decide(driver, ev.AgentReady("h0", 1), *(ev.WorkerRegistered(w) for w in workers), ev.JobSubmitted("job"))
+    decide(driver, *(ev.WorkerReady(w, "job", 0, 0, clean=True, store="x", holds_state=False) for w in workers))
+    assert driver.cluster.stage is Stage.FORMING
+    driver.done.clear()
+    formed = [ev.WorkerFormed(w, 1, {}) for w in workers]
+    assert decide(driver, *formed[:-1]) == formed[:-1]
+    assert driver._save_timer is None
+    assert decide(driver, formed[-1])[len(formed) - 1] == "save"
+    assert driver.cluster.stage is Stage.RUNNING

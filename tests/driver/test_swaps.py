@@ -34,7 +34,7 @@ class Swap:
         halt = replace(halt, swap=halt_or_job.get("swap", 0))
         job = replace(job, succeeded=halt_or_job.get("succeeded", job.succeeded))
         self.cluster = replace(self.cluster, halt=halt, job=job)
-        self.pending.on_decision(self.event)
+        self.pending.on_decisions([self.event])
         self.pending.check()
         return self.answer
 

@@ -1,0 +1,109 @@
+"""Reports for which a stage waits, and which change little else: with many workers they are decided on together.
+
+`step` would lead to the same state, one by one. Together, the sets and records of all workers are changed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from nbelastic.core import deadlines, generations, swaps, worker_events
+from nbelastic.core.commands import Commands
+from nbelastic.core.state import ClusterState, Stage, Worker
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
+
+WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
+
+
+def only_waits(before: ClusterState, cluster: ClusterState) -> bool:
+    """Whether the stage still waits for reports of members and nothing else is under way: only the reason would change."""
+    job = cluster.active
+    return (
+        cluster.stage in WAITS_FOR_ALL
+        and cluster.stage is before.stage
+        and bool(cluster.awaiting)
+        and job is not None
+        and not job.succeeded
+        and cluster.stopped is before.stopped
+        and not (cluster.disconnected or cluster.partition_check.pairs or cluster.probing or cluster.ending)
+        and not (cluster.stopping or cluster.setup_outdated or cluster.external_nodes or cluster.held_back)
+        and not cluster.deferred_events
+        and not (cluster.wait is not None and cluster.wait.irreplaceable)
+        and (cluster.kept_state is None and cluster.trial is None)
+        and (cluster.script is None and cluster.stall is None)
+    )
+
+
+def decide(cluster: ClusterState, events: Sequence[ev.Event], now: float) -> tuple[ClusterState, int]:
+    """The state after the first of these events, and how many they are. Another event at the same time must follow them.
+
+    They need no command. The reason to wait is left to the event that follows.
+    """
+    out: Commands = []
+    events = events[: len(cluster.awaiting) - 1]  # the last report changes the stage
+    if not events or not only_waits(cluster, cluster) or deadlines.act(cluster, now, out) is not cluster or out:
+        return cluster, 0
+    records: dict[WorkerId, Worker] = {}
+    reported: dict[WorkerId, None] = {}
+    highest, number = cluster.highest_acknowledged, 0
+    for event in events:
+        w = getattr(event, "worker", None)
+        if w is None or w in reported or w not in cluster.awaiting or w not in cluster.workers:
+            break
+        record = _record_after(cluster, event, now)
+        if record is None:
+            break
+        number += 1
+        if isinstance(event, ev.WorkerRaised):
+            continue
+        reported[w] = None
+        if record is not cluster.workers[w]:
+            records[w] = record
+        if isinstance(event, ev.LeaveAcknowledged):
+            highest = max(highest, event.commit)
+    if not reported:
+        return cluster, number
+    awaiting, workers = cluster.awaiting.without(reported), cluster.workers | records
+    return replace(cluster, awaiting=awaiting, workers=workers, highest_acknowledged=highest), number
+
+
+def _record_after(cluster: ClusterState, event: ev.Event, now: float) -> Worker | None:
+    """The worker's record after this report of an awaited member, if it changes nothing else; None: `step` must decide."""
+    stage, prepared = cluster.stage, cluster.next_formation
+    match event:
+        case ev.WorkerPrepared(worker=w, generation=generation, error=""):
+            is_next = stage is Stage.PREPARING and prepared is not None and generation == prepared.generation
+            return cluster.workers[w] if is_next else None
+        case ev.WorkerReady(worker=w):
+            return _record_of_leaver(cluster, event) if w in cluster.member_set else None
+        case (
+            ev.WorkerFormed(worker=w, generation=generation)
+            | ev.WorkerRaised(worker=w, generation=generation)
+            | ev.LeaveAcknowledged(worker=w, generation=generation)
+        ) if generation == cluster.generation and w in cluster.member_set:
+            worker = cluster.workers[w]
+        case _:
+            return None
+    match event:
+        case ev.WorkerFormed() if stage is Stage.FORMING:
+            return generations.formed(worker)
+        case ev.LeaveAcknowledged(ask=ask) if stage is Stage.ASKED and ask == cluster.ask_number:
+            return worker
+        case ev.WorkerRaised() if stage is Stage.GATHERING and not worker_events.missed_abort(cluster, now):
+            return worker
+    return None
+
+
+def _record_of_leaver(cluster: ClusterState, event: ev.WorkerReady) -> Worker | None:
+    """The record of a member that leaves its generation as it was asked to, and holds the training state."""
+    old, job = cluster.workers[event.worker], cluster.active
+    assert job is not None
+    leaves = cluster.stage in (Stage.GATHERING, Stage.LEAVING) and cluster.cancelled_formation is None
+    is_present = cluster.generation <= event.generation <= cluster.highest_generation
+    runs = event.job == old.job == job.name and event.program == swaps.wanted(cluster)
+    if not (leaves and is_present and runs and event.holds_state) or cluster.hung or not worker_events.takes_part(old):
+        return None
+    return worker_events.ready(old, event, holds_state=True)
