@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -135,4 +137,10 @@ def _host(cluster: ClusterState, name: str) -> SavedHost:
 def _ran(cluster: ClusterState, earlier: Saved | None) -> tuple[tuple[WorkerId, tuple[int, ...]], ...]:
     if earlier is not None and earlier[0].workers is cluster.workers:
         return earlier[1].ran
-    return tuple((w, tuple(sorted(worker.ran))) for w, worker in cluster.workers.items() if worker.registered)
+    return tuple((w, _in_order(worker.ran)) for w, worker in cluster.workers.items() if worker.registered)
+
+
+@lru_cache
+def _in_order(versions: frozenset[int]) -> tuple[int, ...]:
+    """Nearly all workers have run the same setup cells."""
+    return tuple(sorted(versions))

@@ -115,6 +115,11 @@ class PersistentDict(_Shared[K, V], Mapping[K, V]):
             return value
         return self._base[key]
 
+    def find(self, key: K) -> V | None:
+        """The value of this key, or None."""
+        value = self._changes[key] if self._changes and key in self._changes else self._base.get(key)
+        return None if value is REMOVED else value
+
     def items(self) -> ItemsView[K, V]:
         return self._merged().items()
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -50,18 +51,17 @@ def decide(cluster: ClusterState, events: Sequence[ev.Event], now: float) -> tup
     reported: dict[WorkerId, None] = {}
     highest, number = cluster.highest_acknowledged, 0
     for event in events:
-        w = getattr(event, "worker", None)
-        if w is None or w in reported or w not in cluster.awaiting or w not in cluster.workers:
-            break
-        record = _record_after(cluster, event, now)
-        if record is None:
+        w: Any = getattr(event, "worker", None)
+        old = cluster.workers.find(w) if w in cluster.awaiting and w not in reported else None
+        new = _record_after(cluster, old, event, now) if old is not None else None
+        if old is None or new is None:
             break
         number += 1
         if isinstance(event, ev.WorkerRaised):
             continue
-        reported[w] = None
-        if record is not cluster.workers[w]:
-            records[w] = record
+        reported[old.id] = None
+        if new is not old:
+            records[old.id] = new
         if isinstance(event, ev.LeaveAcknowledged):
             highest = max(highest, event.commit)
     if not reported:
@@ -70,40 +70,31 @@ def decide(cluster: ClusterState, events: Sequence[ev.Event], now: float) -> tup
     return replace(cluster, awaiting=awaiting, workers=workers, highest_acknowledged=highest), number
 
 
-def _record_after(cluster: ClusterState, event: ev.Event, now: float) -> Worker | None:
-    """The worker's record after this report of an awaited member, if it changes nothing else; None: `step` must decide."""
-    stage, prepared = cluster.stage, cluster.next_formation
-    match event:
-        case ev.WorkerPrepared(worker=w, generation=generation, error=""):
-            is_next = stage is Stage.PREPARING and prepared is not None and generation == prepared.generation
-            return cluster.workers[w] if is_next else None
-        case ev.WorkerReady(worker=w):
-            return _record_of_leaver(cluster, event) if w in cluster.member_set else None
-        case (
-            ev.WorkerFormed(worker=w, generation=generation)
-            | ev.WorkerRaised(worker=w, generation=generation)
-            | ev.LeaveAcknowledged(worker=w, generation=generation)
-        ) if generation == cluster.generation and w in cluster.member_set:
-            worker = cluster.workers[w]
-        case _:
-            return None
-    match event:
-        case ev.WorkerFormed() if stage is Stage.FORMING:
-            return generations.formed(worker)
-        case ev.LeaveAcknowledged(ask=ask) if stage is Stage.ASKED and ask == cluster.ask_number:
-            return worker
-        case ev.WorkerRaised() if stage is Stage.GATHERING and not worker_events.missed_abort(cluster, now):
-            return worker
+def _record_after(cluster: ClusterState, old: Worker, event: ev.Event, now: float) -> Worker | None:
+    """The record of an awaited worker after its report, if that changes nothing else; None: `step` must decide."""
+    prepared = cluster.next_formation
+    match event, cluster.stage:
+        case ev.WorkerPrepared(error=""), Stage.PREPARING:
+            return old if prepared is not None and event.generation == prepared.generation else None
+        case ev.WorkerReady(), Stage.GATHERING | Stage.LEAVING:
+            return _record_of_leaver(cluster, old, event)
+        case ev.WorkerFormed(generation=cluster.generation), Stage.FORMING:
+            return generations.formed(old)
+        case ev.LeaveAcknowledged(generation=cluster.generation, ask=cluster.ask_number), Stage.ASKED:
+            return old
+        case ev.WorkerRaised(generation=cluster.generation), Stage.GATHERING:
+            return old if not worker_events.missed_abort(cluster, now) else None
     return None
 
 
-def _record_of_leaver(cluster: ClusterState, event: ev.WorkerReady) -> Worker | None:
+def _record_of_leaver(cluster: ClusterState, old: Worker, event: ev.WorkerReady) -> Worker | None:
     """The record of a member that leaves its generation as it was asked to, and holds the training state."""
-    old, job = cluster.workers[event.worker], cluster.active
+    job = cluster.active
     assert job is not None
-    leaves = cluster.stage in (Stage.GATHERING, Stage.LEAVING) and cluster.cancelled_formation is None
-    is_present = cluster.generation <= event.generation <= cluster.highest_generation
+    is_present = max(old.generation, cluster.generation) <= event.generation <= cluster.highest_generation
     runs = event.job == old.job == job.name and event.program == swaps.wanted(cluster)
-    if not (leaves and is_present and runs and event.holds_state) or cluster.hung or not worker_events.takes_part(old):
+    if not (is_present and runs and event.holds_state and worker_events.takes_part(old)):
+        return None
+    if cluster.hung or cluster.cancelled_formation is not None or old.id not in cluster.member_set:
         return None
     return worker_events.ready(old, event, holds_state=True)

@@ -49,9 +49,9 @@ Execute = Callable[[cmd.Command, float], None]
 
 
 class Decision(NamedTuple):
-    """The commands that an event at `now` led to, and the cluster state `before` it."""
+    """The commands that these events at `now` led to, the last of them, and the cluster state `before` the first."""
 
-    event: ev.Event
+    events: Sequence[ev.Event]
     before: ClusterState
     commands: tuple[cmd.Command, ...]
     now: float
@@ -168,9 +168,9 @@ class Decisions:
         while number < len(events):
             event = events[number]
             try:
-                made = self._decide_first(events[number:], now)
-                decided += made
-                number += max(1, len(made))
+                decision = self._decide_first(events[number:], now)
+                decided += [decision] if decision is not None else []
+                number += len(decision.events) if decision is not None else 1
             except Exception as error:  # noqa: BLE001  (a bug of ours: the training must go on)
                 self._carry_out(decided)
                 decided.clear()
@@ -179,16 +179,16 @@ class Decisions:
                 number += 1
         self._carry_out(decided)
 
-    def _decide_first(self, events: Sequence[ev.Event], now: float) -> list[Decision]:
-        """Decide on the first of these events: on several if the core can decide on them together. All but the last count."""
+    def _decide_first(self, events: Sequence[ev.Event], now: float) -> Decision | None:
+        """Decide on the first of these events, or on several if the core can. None: there is nothing to carry out or to log."""
         event, before, last = events[0], self.cluster, len(events) - 1
         if self._internal_errors.decision_failure:
             self._stop_if_requested(event)
-            return []
+            return None
         if last:
             self.cluster, count = together.decide(before, events[:last], now)
             if count:
-                return [Decision(event, before, (), now) for event in events[:count]]
+                return Decision(events[:count], before, (), now)
         return self._step(event, now, more=last > 0)
 
     def _stop_if_requested(self, event: ev.Event) -> None:
@@ -196,10 +196,10 @@ class Decisions:
         if isinstance(event, ev.StopRequested):
             self.cluster = ClusterState(self.cluster.limits, stopping=event.reason)
 
-    def _step(self, event: ev.Event, now: float, *, more: bool) -> list[Decision]:
-        """Decide on one event. Returns the decision, if there is something to carry out or to log."""
+    def _step(self, event: ev.Event, now: float, *, more: bool) -> Decision | None:
+        """Decide on one event."""
         if self._is_stale(event):
-            return []
+            return None
         before = self.cluster
         if before.has_world:
             self._event_log.note_symptom(event, now)
@@ -208,8 +208,8 @@ class Decisions:
             # A waiting node sends this event twice a second: it is neither logged nor published.
             for command in commands:
                 self._execute(command, now)
-            return []
-        return [Decision(event, before, commands, now)]
+            return None
+        return Decision([event], before, commands, now)
 
     def _carry_out(self, decided: Sequence[Decision]) -> None:
         """Save, log the events, execute the commands, and publish the state."""
@@ -217,13 +217,13 @@ class Decisions:
             return
         has_commands = any(decision.commands for decision in decided)
         calls: list[Callable[[], object]] = []
-        if has_commands or not {type(decision.event) for decision in decided} <= SAVED_LATER:
+        if has_commands or not {type(event) for decision in decided for event in decision.events} <= SAVED_LATER:
             calls.append(self._save)  # first: what a driver announces, the next one must know if this one is killed now
         elif not is_saved(decided[0].before, self.cluster):
             calls.append(self._save_soon)
         events: list[ev.Event] = []
-        for event, _, commands, now in decided:
-            events.append(event)
+        for made, _, commands, now in decided:
+            events += made
             if commands:
                 calls.append(partial(self._event_log.note_all, events, now))
                 calls += (partial(self._execute, command, now) for command in commands)
@@ -234,4 +234,4 @@ class Decisions:
             self._event_log.clear_symptoms()
         self._after_decisions(decided)
         if error is not None:
-            self._on_failure(decided[-1].event, error)
+            self._on_failure(decided[-1].events[-1], error)

@@ -310,7 +310,7 @@ class Driver:
         if self.cluster.removed_workers != before.removed_workers:
             self._components.forget(before.workers.keys() - self.cluster.workers.keys())
         self._decisions.set_deadline_timer(decided[-1].now)
-        self._pending.on_decisions(decision.event for decision in decided)
+        self._pending.on_decisions(event for decision in decided for event in decision.events)
         self._publish()
 
     def save(self) -> None:

@@ -35,7 +35,7 @@ def cleaned(message: T) -> T:
     changed = {}
     for name in _fields_with_text(type(message)):
         before = getattr(message, name)
-        if (after := _clean(before)) != before:
+        if (after := printable_line(before) if type(before) is str else _clean(before)) != before:
             changed[name] = after
     return structs.replace(message, **changed) if changed else message
 

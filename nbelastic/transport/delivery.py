@@ -91,6 +91,10 @@ class Delivery:
         if not self._unacknowledged:
             return []
         start = self._acknowledged_up_to
+        if start == self._sent_up_to == self._last_number - 1 and not self._retransmit_up_to:  # as nearly always
+            self._progress_at, self._sent_up_to = now, self._last_number
+            self._highest_sent = max(self._highest_sent, self._last_number)
+            return [(self.head(self._last_number), self._unacknowledged[0])]
         if self._sent_up_to > start and now - self._progress_at >= self._patience * 2**self._doublings:
             self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)
             self._sent_up_to, self._retransmit_up_to = start, start + RETRANSMIT_BATCH
@@ -119,7 +123,7 @@ class Delivery:
         """
         sender, number, first, recipient, acknowledged = HEAD.unpack(head)
         self.hear(now)
-        if recipient == self._session and acknowledged > self._acknowledged_up_to:
+        if self._unacknowledged and recipient == self._session and acknowledged > self._acknowledged_up_to:
             self._acknowledge(min(acknowledged, self._last_number), now)
         if not number or recipient not in (0, self._session):
             return False

@@ -53,10 +53,7 @@ from nbelastic.transport.sockets import (
 log = logging.getLogger(__name__)
 
 WELCOME_PAUSE = 0.25  # seconds between two welcomes for one who has not said who it is
-
-PORTS = 20000  # the hub's are from here on: see `ports.random_ports`
-
-TRIES = 100  # of them
+PORTS, TRIES = 20000, 100  # the server tries so many ports from here on: see `ports.random_ports`
 
 
 class _ClientKey:
@@ -253,11 +250,11 @@ class Server:
 
     def _acknowledge(self) -> None:
         """Acknowledge the messages received, so that their senders neither keep nor retransmit them."""
-        heard, self._to_acknowledge = self._to_acknowledge, set()
-        now = time.monotonic()
+        heard, now, self._to_acknowledge = self._to_acknowledge, time.monotonic(), set()
         for peer in heard & self._deliveries.keys():
             delivery = self._deliveries[peer]
-            self._send_due(peer, delivery, now)
+            if delivery.pending:
+                self._send_due(peer, delivery, now)
             if delivery.must_acknowledge:
                 self._send_or_bundle(peer, delivery.head(), b"")
         self._send_bundles()
@@ -270,14 +267,17 @@ class Server:
         if head:
             delivery = self._delivery_of(peer)
             fresh = delivery.receive(head, now)
-            if delivery.must_acknowledge or delivery.pending:
+            if delivery.received_since_head or delivery.pending:
                 self._to_acknowledge.add(peer)
             if not fresh:  # a heartbeat, a report, or a duplicate
                 self.heard_at[peer] = now
                 if frames[0] and not number_of(head):
                     self._reports[peer, frames[0][:KIND]] = frames[0]
                 return
-            self._reports.pop((peer, frames[0][:KIND]), None)  # an older report must not be handled after this message
+            if self._reports:
+                self._reports.pop(
+                    (peer, frames[0][:KIND]), None
+                )  # an older report must not be handled after this message
         elif frames == [b""]:
             self.heard_at[peer] = now
             return
@@ -286,13 +286,15 @@ class Server:
     def _receive_bundle(self, agent: str, frames: list[bytes], now: float) -> None:
         """Receive the messages that an agent relays. It may relay only for processes of its own host."""
         role, _, rest = agent.partition("/")
-        host = rest.rpartition("~")[0]
-        theirs = (f"worker/{host}/", f"node/{host}~")
+        theirs = (f"worker/{rest.rpartition('~')[0]}/", f"node/{rest.rpartition('~')[0]}~")
         for name, message in opened(frames):
             peer = name.decode(errors="replace")
             if role == "agent" and peer.startswith(theirs):
                 self._routes[peer] = agent
-                guarded(self._receive, peer, message, now)
+                try:
+                    self._receive(peer, message, now)
+                except Exception:
+                    log.exception("a message of %.80s could not be received", peer)
                 if peer not in self.heard_at and peer not in self._deliveries:  # no caller will forget this peer
                     self._send_bundles()
                     self._routes.pop(peer, None)

@@ -43,7 +43,7 @@ class Watched(Decisions):
             is_stale=lambda _: False,
             save=lambda: self.done.append("save"),
             execute=lambda command, _: self.done.append(command),
-            after_decisions=lambda decided: self.done.extend(decision.event for decision in decided),
+            after_decisions=lambda decided: self.done.extend(event for each in decided for event in each.events),
             on_failure=fail,
         )
 
