@@ -3,7 +3,7 @@
 Driver, core, the server's code, relays and deliveries are the real ones. They run in one thread, without sockets and
 heartbeats. The CPU time of the simulated hosts is not counted. All messages of a host that wait go into one bundle.
 
-One worker dies and all others raise. `break` lasts until the survivors' next world runs, and `rejoin` from then until
+One worker dies and all others raise. `abort` lasts until the aborts are sent, `break` lasts until the survivors' next world runs, and `rejoin` from then until
 its replacement trains too. `calls` are Python function calls per worker in both, in one more recovery with `--profile`.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nbelastic.core.state import Stage
 from nbelastic.driver.dependencies import Dependencies
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.job_run import JobRun
@@ -197,13 +198,16 @@ class Measured:
         bundles = self.fleet.sent, self.fleet.received
         self.fleet.kill(victim)
         self.profile = profile
-        broken = await self.until(
+        aborted = await self.until(lambda: self.driver.cluster.stage is Stage.GATHERING)
+        self.profile = profile
+        broken = aborted + await self.until(
             lambda: self.driver.cluster.generation > generation and self.is_running(len(self.driver.cluster.members))
         )
         sent, received = self.fleet.sent - bundles[0], self.fleet.received - bundles[1]
         rejoined = await self.until(lambda: self.is_running(size))
         hosts = len(self.fleet.hosts)
         return {
+            "abort_CPU_s": aborted,
             "break_CPU_s": broken,
             "rejoin_CPU_s": rejoined,
             "frames_sent_per_host": sent / hosts,
