@@ -65,6 +65,8 @@ class _Shared(Generic[K, V]):
 
     def without(self, keys: Iterable[Any]) -> Self:
         """A copy without these keys, of which some may not be there."""
+        if not self._size:
+            return self
         return self._changed(dict.fromkeys(keys, REMOVED))
 
     def _changed(self, new: Mapping[K, V | _Removed]) -> Self:

@@ -1,4 +1,4 @@
-"""Reports for which a stage waits, and which change little else: with many workers they are decided on together.
+"""Reports that change little: with many workers they are decided on together.
 
 `step` would lead to the same state, one by one. Together, the sets and records of all workers are changed once.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from nbelastic.core import deadlines, generations, swaps, worker_events
+from nbelastic.core import deadlines, generations, halts, swaps, worker_events
 from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Stage, Worker
 from nbelastic.protocol import events as ev
@@ -20,12 +20,15 @@ WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.PREPARING, Stage.ASKED, S
 
 
 def only_waits(before: ClusterState, cluster: ClusterState) -> bool:
-    """Whether the stage still waits for reports of members and nothing else is under way: only the reason would change."""
+    """Whether only the reason would change: the stage waits for reports, or the world trains, and nothing else is under way."""
     job = cluster.active
+    if cluster.stage is Stage.RUNNING:
+        waits = not (cluster.newcomers or cluster.leaving or halts.is_wanted(cluster))
+    else:
+        waits = cluster.stage in WAITS_FOR_ALL and bool(cluster.awaiting)
     return (
-        cluster.stage in WAITS_FOR_ALL
+        waits
         and cluster.stage is before.stage
-        and bool(cluster.awaiting)
         and job is not None
         and not job.succeeded
         and cluster.stopped is before.stopped
@@ -44,30 +47,35 @@ def decide(cluster: ClusterState, events: Sequence[ev.Event], now: float) -> tup
     They need no command. The reason to wait is left to the event that follows.
     """
     out: Commands = []
-    events = events[: len(cluster.awaiting) - 1]  # the last report changes the stage
+    senders = cluster.member_set if cluster.stage is Stage.RUNNING else cluster.awaiting
+    events = events[: len(senders) - 1]  # the last report changes the stage
     if not events or not only_waits(cluster, cluster) or deadlines.act(cluster, now, out) is not cluster or out:
         return cluster, 0
     records: dict[WorkerId, Worker] = {}
     reported: dict[WorkerId, None] = {}
+    raised: dict[WorkerId, None] = {}
     highest, number = cluster.highest_acknowledged, 0
     for event in events:
         w: Any = getattr(event, "worker", None)
-        old = cluster.workers.find(w) if w in cluster.awaiting and w not in reported else None
+        old = cluster.workers.find(w) if w in senders and w not in reported else None
         new = _record_after(cluster, old, event, now) if old is not None else None
         if old is None or new is None:
             break
         number += 1
         if isinstance(event, ev.WorkerRaised):
+            raised[old.id] = None
             continue
         reported[old.id] = None
         if new is not old:
             records[old.id] = new
         if isinstance(event, ev.LeaveAcknowledged):
             highest = max(highest, event.commit)
-    if not reported:
-        return cluster, number
-    awaiting, workers = cluster.awaiting.without(reported), cluster.workers | records
-    return replace(cluster, awaiting=awaiting, workers=workers, highest_acknowledged=highest), number
+    if cluster.stage is Stage.RUNNING and raised:
+        cluster = replace(cluster, suspects=cluster.suspects | raised)
+    if reported:
+        awaiting, workers = cluster.awaiting.without(reported), cluster.workers | records
+        cluster = replace(cluster, awaiting=awaiting, workers=workers, highest_acknowledged=highest)
+    return cluster, number
 
 
 def _record_after(cluster: ClusterState, old: Worker, event: ev.Event, now: float) -> Worker | None:
@@ -81,6 +89,10 @@ def _record_after(cluster: ClusterState, old: Worker, event: ev.Event, now: floa
         case ev.WorkerFormed(generation=cluster.generation), Stage.FORMING:
             return generations.formed(old)
         case ev.LeaveAcknowledged(generation=cluster.generation, ask=cluster.ask_number), Stage.ASKED:
+            return old
+        case ev.StoreOffered(generation=cluster.generation, store=store), Stage.RUNNING:
+            return replace(old, store=store)
+        case ev.WorkerRaised(generation=cluster.generation, intact=False), Stage.RUNNING if cluster.suspects:
             return old
         case ev.WorkerRaised(generation=cluster.generation), Stage.GATHERING:
             return old if not worker_events.missed_abort(cluster, now) else None

@@ -38,7 +38,7 @@ def test_the_reports_of_a_break_and_of_a_change_are_decided_on_together():
     story.kill("a/3#1")
     assert hear_together(story, ev.WorkerReady) == 14
     assert hear_together(story, ev.WorkerFormed) == 14
-    story.commit(2).hear(ev.StoreOffered)
+    assert hear_together(story.commit(2), ev.StoreOffered) == 14
     for kind in (ev.WorkerStarted, ev.WorkerRegistered, ev.WorkerReady):
         story.hear(kind, "a/3#2")
     story.wait(2.0)
@@ -47,6 +47,18 @@ def test_the_reports_of_a_break_and_of_a_change_are_decided_on_together():
     assert hear_together(story, ev.WorkerReady) == 14
     assert hear_together(story, ev.WorkerFormed) == 15
     assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 16)
+
+
+def test_lost_connections_are_decided_on_together():
+    """The first member that raises begins the wait for the report of a loss; the others are suspects like it, at once."""
+    story = Story("a:8", min=2).run().commit(2).quiet()
+    story.answers += [ev.WorkerRaised(w, 1, False, "Connection closed by peer") for w in story.cluster.members]
+    assert decide(story.cluster, story.answers, story.now) == (story.cluster, 0)
+    story.send(story.answers.pop(0))
+    assert hear_together(story, ev.WorkerRaised) == 6
+    assert (len(story.cluster.suspects), story.cluster.first_suspect) == (8, wid("a/0#1"))
+    story.kill("a/3#1")
+    assert story.cluster.stage is Stage.GATHERING
 
 
 def test_what_changes_more_is_decided_on_alone():
