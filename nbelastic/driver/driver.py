@@ -32,7 +32,7 @@ from nbelastic.driver.takeover import TakeoverReports, resume_cluster
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import ClusterStoppedError, HostError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol import messages
 from nbelastic.protocol.requests import AnyRequest, DashboardAction, OnPiece, Stop, ignore_piece
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
@@ -303,9 +303,7 @@ class Driver:
         commands = (command for decision in decided for command in decision.commands)
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
-            hosts = (self.cluster.hosts[name] for name in sorted(starting) if name in self.cluster.hosts)
-            addresses = tuple(at.address for host in hosts for at in host.addresses)
-            self._components.workers.send(self.cluster.members, worker_messages.AllowPeers(addresses))
+            self._components.workers.announce(starting, self.cluster)
         before = decided[0].before
         if self.cluster.removed_workers != before.removed_workers:
             self._components.forget(before.workers.keys() - self.cluster.workers.keys())

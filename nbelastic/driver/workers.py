@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
+from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.dependencies import MessageServer
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 
 
@@ -31,6 +32,18 @@ class Workers:
 
     def send(self, workers: Iterable[WorkerId], message: messages.Message) -> None:
         self._server.send_to_all((f"worker/{w}" for w in workers), message)
+
+    def announce(self, hosts: Iterable[str], cluster: ClusterState) -> None:
+        """Workers start on these hosts: tell the members from which addresses they may connect to an offered store.
+
+        A host on which a member runs needs no announcement if it has only one address: the members know each other's.
+        """
+        known = {w.host for w in cluster.members}
+        found = [cluster.hosts[name] for name in sorted(hosts) if name in cluster.hosts]
+        new = [host for host in found if host.spec.name not in known or len(host.addresses) > 1]
+        addresses = tuple(at.address for host in new for at in host.addresses)
+        if addresses:
+            self.send(cluster.members, worker_messages.AllowPeers(addresses))
 
     def register(self, w: WorkerId) -> None:
         """A worker can run programs and cells."""
