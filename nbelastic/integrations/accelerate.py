@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from accelerate.utils import gather_object, recursively_apply
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from nbelastic.errors import UsageError
@@ -121,6 +122,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             self.first.committed()
         super().backward(loss * self._weight.present, **kwargs)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Accelerate's own, for the unequal shares of an elastic loader too. A repeated sample is left out."""
+        loader = self.gradient_state.active_dataloader
+        if not isinstance(loader, ElasticLoader):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if use_gather_object or not _has_only_tensors(input_data):
+            return gather_object(input_data[: loader.shares[self.process_index]])
+        most = max(loader.given, *loader.shares)
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or len(tensor) != loader.given:
+                return self.gather(tensor)
+            padding = tensor[-1:].expand(most - loader.given, *tensor.shape[1:])
+            parts = self.gather(torch.cat([tensor, padding])).split(most)
+            return torch.cat([part[:share] for part, share in zip(parts, loader.shares, strict=True)])
+
+        return recursively_apply(gather, input_data)
+
 
 class Weight:
     """The weight of the batch that an `ElasticLoader` has given last. Accelerate's own active loader may be another one."""
@@ -137,17 +156,10 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
         options = {**options_of(loader), "generator": torch.Generator()}
         super().__init__(loader.dataset, device, batch_size=batch, sampler=sampler, **options)
         self.weight = 1.0  # of this rank's mean loss of the present batch
+        self.shares: list[int] = []  # how many samples of the present batch count, by rank
+        self.given = 0  # samples of this rank, also repeated ones
         self._weight = weight
         self._batch, self._ended_epoch = batch, -1
-
-    def begin(self) -> None:
-        """Accelerate's own, but for what is gathered of the last batch: the pass has the rest of an epoch, for all ranks."""
-        super().begin()
-        sampler: ElasticSampler = self.sampler
-        left, size = len(sampler.dataset) - sampler.used, ranks.size()
-        if sampler.drop_last:
-            left -= left % (sampler.global_batch or size)
-        self.remainder = left % (sampler.global_batch or self._batch * size)
 
     def __iter__(self) -> Iterator[Any]:
         sampler: ElasticSampler = self.sampler
@@ -160,7 +172,10 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
             size = min(self._batch, left)
             left -= size
             self.weight = self._weight.present = sampler.weight(size)
+            self.shares, self.given = sampler.shares(size), size
             sampler.record_batch(size)
+            self.end()  # an evaluation that was left is no longer the active one
+            self.gradient_state._add_dataloader(self)
             yield batch
         self._weight.present = 1.0
         self._ended_epoch = sampler.epoch
@@ -194,6 +209,14 @@ def make_bare(model: torch.nn.Module) -> None:
     forward = vars(model).pop("_original_forward", None)
     if forward is not None:
         model.forward = forward
+
+
+def _has_only_tensors(values: Any) -> bool:
+    try:
+        recursively_apply(lambda one: one, values, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _sampler(loader: Any) -> Any:

@@ -105,6 +105,15 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         rank, size = self._rank_and_size()
         return max(len(share_of(self._next_batch(self.global_batch), rank, size)), 1)
 
+    def shares(self, batch_size: int) -> list[int]:
+        """How many samples of each rank's next batch count, which has at most `batch_size`. Repeated ones do not."""
+        _, size = self._rank_and_size()
+        if self.global_batch is not None:
+            samples = self._next_batch(self.global_batch)
+            return [len(share_of(samples, rank, size)) for rank in range(size)]
+        left = self._remaining() - (self._remaining() % size if self.drop_last else 0)
+        return [len(range(rank, left, size)[:batch_size]) for rank in range(size)]
+
     def state_dict(self) -> dict[str, Any]:
         """Integers: `epoch`, `used`, and the `seed` and number of `samples` that they belong to."""
         return {"epoch": self.epoch, "used": self.used, "seed": self.seed, "samples": len(self.dataset)}

@@ -181,6 +181,8 @@ def train_with_accelerate(folder: str, disturbed: bool) -> dict[str, Any]:
         )
         for state.epoch in range(state.epoch, EPOCHS):
             for indices, inputs, targets in batches:
+                whole, _ = accelerator.gather_for_metrics((indices, inputs))
+                assert len(set(whole.tolist())) == len(whole) == (sampler.used % BATCH or BATCH)
                 with accelerator.accumulate(model):
                     accelerator.backward(mse_loss(model(inputs), targets))
                     if disturbed and state.commits in (3, 5):  # the first epoch is used up after 5 steps

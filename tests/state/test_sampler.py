@@ -135,6 +135,26 @@ def test_weights_follow_the_shares(as_rank):
     assert ElasticSampler(range(8)).weight(5) == 1.0
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"drop_last": True}, {"global_batch": 7}, {"global_batch": 5, "drop_last": True}]
+)
+@pytest.mark.parametrize("count", range(5, 23))
+def test_all_ranks_know_how_many_samples_of_each_batch_count(as_rank, options, count):
+    """Together they are the samples that are used in this step: each once, without the repeated ones."""
+    sampler, size = ElasticSampler(range(count), shuffle=False, **options), 4
+    while True:
+        as_rank(0, size)
+        before, shown = sampler.used, sampler.shares(2)
+        if not sum(shown):
+            break
+        used = [
+            index for one, share in zip(shares(as_rank, size, sampler), shown, strict=True) for index in one[:share]
+        ]
+        as_rank(0, size)
+        sampler.record_batch(min(max(shown), 2))
+        assert sorted(used) == list(range(before, sampler.used))
+
+
 def test_a_wrong_share_is_refused_at_once(as_rank):
     """A DataLoader with another batch size is refused: some samples would be used twice and others never."""
     sampler = ElasticSampler(range(100), global_batch=64)
