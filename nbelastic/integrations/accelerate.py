@@ -29,6 +29,12 @@ from nbelastic.worker import ranks
 OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
 
 
+class Weight:
+    """The weight of the batch that an `ElasticLoader` has given last. Accelerate's own active loader may be another one."""
+
+    present = 1.0
+
+
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
     """Accelerate's Accelerator in the present world. Make it inside the elastic function, in each call of it.
 
@@ -43,6 +49,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     first: First | None = None  # with FSDP2, when a model is prepared
     _mesh: Any = None  # while a model is sharded
+    _weight = Weight()  # a Trainer's Accelerator, which has no elastic loader, gets this class later
 
     def __init__(self, **options: Any) -> None:
         self._weight = Weight()
@@ -139,12 +146,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             return torch.cat([part[:share] for part, share in zip(parts, loader.shares, strict=True)])
 
         return recursively_apply(gather, input_data)
-
-
-class Weight:
-    """The weight of the batch that an `ElasticLoader` has given last. Accelerate's own active loader may be another one."""
-
-    present = 1.0
 
 
 class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not follow accelerate
