@@ -75,9 +75,11 @@ class Bound:
                     raise StateError(f"{optimizer_name} has got a parameter of no bound model after bind().")
                 name = self._names[parameter]
                 for entry, value in optimizer.state.get(parameter, {}).items():
+                    what = f"{optimizer_name} keeps {entry!r} for {name}"
                     if is_scalar(value):
+                        _check_container(what, value)
                         continue
-                    _check_entry(f"{optimizer_name} keeps {entry!r} for {name}", parameter, value)
+                    _check_entry(what, parameter, value)
                     local = local_tensor(value)
                     found[_named(local, name, optimizer_name, entry)] = local
         return found
@@ -278,6 +280,15 @@ def _check_entry(what: str, parameter: torch.Tensor, value: torch.Tensor) -> Non
         raise StateError(
             f"{what}, which is not split as the parameter is: ShardedState cannot re-shard it. "
             "Use an optimizer that keeps tensors of the parameter's shape, such as AdamW or SGD."
+        )
+
+
+def _check_container(what: str, value: Any) -> None:
+    """StateError if it holds tensors: nothing says how they are split."""
+    if isinstance(value, (dict, list, tuple)) and not all(map(is_scalar, optimizers.tensors_in(value))):
+        raise StateError(
+            f"{what}, with tensors inside of a {type(value).__name__}: ShardedState cannot re-shard them. "
+            "Use an optimizer that keeps each tensor as an entry of its own, such as AdamW or SGD."
         )
 
 

@@ -25,12 +25,25 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that it keeps for its parameters, such as momentum."""
-    found = [
-        value
-        for entry in optimizer.state.values()
-        for value in (entry.values() if isinstance(entry, dict) else (entry,))
-    ]
-    return [value for value in found if isinstance(value, torch.Tensor)]
+    return tensors_in(list(optimizer.state.values()))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in dicts, lists and tuples, however deep."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)
+    elif type(value) in (list, tuple):
+        for item in value:
+            _collect(item, found)
 
 
 def shared(optimizer: Optimizer) -> dict[Any, Any]:
@@ -120,4 +133,6 @@ def set_entries(optimizer: Optimizer, recorded: Entries) -> None:
 def _without_copying_tensors(entry: Any) -> Any:
     if isinstance(entry, dict):
         return {key: _without_copying_tensors(value) for key, value in entry.items()}
+    if type(entry) in (list, tuple):
+        return type(entry)(map(_without_copying_tensors, entry))
     return entry if isinstance(entry, torch.Tensor) else frozen(entry)

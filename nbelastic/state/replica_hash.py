@@ -15,7 +15,9 @@ import platform
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from hashlib import blake2b
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -246,9 +248,28 @@ def _places(contents: Contents) -> Iterator[Place]:
     for optimizer in contents.optimizers():
         known = optimizer.state
         for parameter in optimizers.parameters(optimizer):
-            entry = known.get(parameter, {})
-            for key in sorted(entry, key=str) if isinstance(entry, dict) else ():
-                yield from _place(lambda known=known, p=parameter, key=key: known.get(p, {}).get(key), parameter)  # type: ignore[misc]
+            for path in _paths(known.get(parameter), (parameter,)):
+                yield from _place(partial(_entry, known, path), parameter)
+
+
+def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each tensor in dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield path
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _paths(value[key], (*path, key))
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _paths(item, (*path, index))
+
+
+def _entry(known: Any, path: tuple[Any, ...]) -> Any:
+    """The present value there, or None. `known` is the optimizer's state, which would make an entry for a parameter without one."""
+    try:
+        return reduce(getitem, path, known) if path[0] in known else None
+    except (LookupError, TypeError):
+        return None
 
 
 def _place(find: Callable[[], Any], parameter: torch.Tensor) -> Iterator[Place]:

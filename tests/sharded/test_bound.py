@@ -230,6 +230,7 @@ def entry(value):
     [
         (torch.ones(2), "optimizer keeps 'kept' for model.weight, which is not split as the parameter is"),
         (torch.ones(2, 2, device="meta"), "optimizer keeps 'kept' for model.weight on the meta device"),
+        ({"of": torch.ones(2, 2)}, "optimizer keeps 'kept' for model.weight, with tensors inside of a dict"),
     ],
 )
 def test_optimizer_tensors_that_are_refused(value, message):
