@@ -141,8 +141,6 @@ class _ElasticFit:
                 self._run_loops()
             is_over = True
         finally:
-            if trainer.validating or trainer.sanity_checking:
-                self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
             trainer.strategy.leave(is_over=is_over)
             self._drop_data()
 

@@ -70,8 +70,6 @@ class ElasticShardedStrategy(InThisWorld, trainer_strategies.ModelParallelStrate
         state.bind(module=module, **trained_by(self))
 
     def commit(self, state: ShardedState) -> None:
-        """The gradients are used; with them a second commit after the same step would be one within an accumulation."""
-        self.model.zero_grad()
         state.commit()
         if state._holdings.recoverable:
             self._unsharded.forget_values()

@@ -119,6 +119,7 @@ class _Loop:
             self._state._record_all()
             for function in functions:
                 function(self._state)
+            self._state._modes.restore()
             State.undo(self._state)  # not `ShardedState`'s own, which returns to a commit of models that are bound
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +16,9 @@ from nbelastic.sharded.chunks import Layout, OwnChunk, join
 from nbelastic.sharded.parameters import chunk_of, has_local_gradients, like, local_tensor, plain_name
 from nbelastic.sharded.transfer import gather_bytes
 from nbelastic.state import optimizers
+from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.state.contents import LARGE
+from nbelastic.state.cuda_graphs import refuse_capture
 from nbelastic.state.optimizers import frozen
 from nbelastic.state.tensor_snapshot import clone_tensors
 from nbelastic.state.transfer import check_plain, describe
@@ -31,6 +33,9 @@ class Bound:
         self.modules, self.optimizers = dict(modules), dict(trained_by)
         self.parameters: dict[str, torch.nn.Parameter] = {}  # a shared one under its first name
         self._names: dict[torch.Tensor, str] = {}
+        self._hooks: list[Any] = []
+        self.has_stepped = False  # since the last commit
+        self._had_backward = False  # since the last step or commit
         for name, module in self.modules.items():
             check_module(name, module)
             for key, parameter in module.named_parameters():
@@ -111,9 +116,36 @@ class Bound:
             for name, optimizer in self.optimizers.items()
         }
 
+    def watch(self, before_step: Callable[[], object]) -> None:
+        """Until `unwatch`, call `before_step()` before each step of an optimizer."""
+
+        def used(*_: Any) -> None:
+            refuse_capture()
+            before_step()
+            self.has_stepped, self._had_backward = True, False
+
+        self._hooks = [one.register_step_pre_hook(used) for one in self.optimizers.values()]
+        self._hooks.append(BackwardHook(self._after_backward))
+
+    def _after_backward(self) -> None:
+        self._had_backward = True
+
+    def unwatch(self) -> None:
+        """Remove the hooks: they and the models would keep each other in memory."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def committed(self) -> None:
+        """The present values are those of a commit."""
+        self.has_stepped = self._had_backward = False
+
     @property
-    def has_gradients(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether a backward pass has left gradients that no step has used."""
+        return self._had_backward and self._has_gradients()
+
+    def _has_gradients(self) -> bool:
         if any(parameter.grad is not None for parameter in self.parameters.values()):
             return True
         return any(has_local_gradients(module) for module in self.modules.values())

@@ -36,7 +36,7 @@ from nbelastic.sharded.transfer import broadcast_bytes
 from nbelastic.sharded.whole_commits import Choice, Commit, Lost, continued
 from nbelastic.state import rng
 from nbelastic.state.checkpoints import KEEP, Saving
-from nbelastic.state.cuda_graphs import refuse_capture
+from nbelastic.state.modes import Modes
 from nbelastic.state.state import State
 from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import check_plain, describe, from_bytes, to_bytes
@@ -45,7 +45,7 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
 ADVICE = "With copies=2 a state outlives the loss of any two hosts; checkpoints outlive all."
-SET_ASIDE = ("commits", "reset_callbacks", "_holdings", "_live_record", "_start")
+SET_ASIDE = ("commits", "reset_callbacks", "_holdings", "_live_record", "_start", "_modes")
 END_TIMEOUT = 1.0  # seconds that an aborted copy may take to end
 
 
@@ -80,7 +80,6 @@ class ShardedState(State):
         self._choice: Choice | None = None  # the commit that `bind` restores; None: first values
         self._live_commit: Commit | None = None  # the live tensors are of this commit
         self._live_record: Record = {}
-        self._hooks: list[Any] = []
         self._first_small: dict[str, Any] = {}  # the small values at the beginning of the program
         self._given: dict[str, Any] = {}  # the same at the commit that `bind` takes over from an earlier program
         self._program: Record = {}  # of the bound models, see `program_record`
@@ -107,6 +106,7 @@ class ShardedState(State):
         bound = bind_values(values, {*dir(type(self)), *self._small_names})
         self._print(whole_but_trained(bound))
         self._contents.values.update(values)
+        self._modes.note(bound.modules.values())
         filling = prepare(bound, init, formation, session, self._group)
         self._bound, self._layout, rank = bound, filling.layout, formation.rank
         self._program = program_record(session.programs.program, self._small_values() | self._first_small, bound)
@@ -123,7 +123,7 @@ class ShardedState(State):
                 session.programs.report_notes(taken.notes)
         held.add_generation(filling.layout, rank)
         self._start.writer.bound(filling.layout, Names(bound), rank)
-        self._hooks = [o.register_step_pre_hook(self._before_step) for o in bound.optimizers.values()]
+        bound.watch(self._before_step)
         self._replication = Replication(
             filling.layout, rank, self._copies, self._group, pinned=bound.device.type == "cuda"
         )
@@ -135,13 +135,13 @@ class ShardedState(State):
     def commit(self) -> None:
         """Mark the point that recovery returns to. Every rank calls it, equally often, right after `optimizer.step()`.
 
-        While gradients are accumulated, a commit without a step does nothing. Here the ranks leave together for a planned
-        change of the world.
+        While a rank accumulates gradients, a commit without a step does nothing: the ranks agree on that. Here they leave
+        together for a planned change of the world.
         """
         session, bound = self._session, self._bound
         if session is None or bound is None:
             raise UsageError("call bind(model=…, optimizer=…) before commit().")
-        if self._live_commit is not None and bound.has_gradients:
+        if not bound.has_stepped and session.on_any_rank(self._live_commit is not None and bound.accumulates):
             return
         session.check(bound.device)
         self.commits += 1
@@ -199,13 +199,14 @@ class ShardedState(State):
         self._holdings, self.reset_callbacks = self._holdings.copy(), [*self.reset_callbacks]
 
     def _begin_again(self, session: Session) -> None:
-        self._session, self._start = session, Start()
+        self._session, self._start, self._modes = session, Start(), Modes()
         self._start.begin(session)
 
     def _take_up(self, session: Session) -> None:
         self._unbind()
         self.__dict__.update(self._aside)
         self._aside, self._session = {}, session
+        self._modes.restore()
 
     def _program_kept(self, session: Session) -> None:
         self._aside = {}
@@ -215,7 +216,7 @@ class ShardedState(State):
 
     def begin(self, session: Session) -> None:
         self._drop()
-        self._session, self.commits = session, 0
+        self._session, self.commits, self._modes = session, 0, Modes()
         self._start.begin(session)
         self._first_small = self._small_values()
         check_plain(describe(self._first_small, []))
@@ -245,6 +246,7 @@ class ShardedState(State):
         self._is_after_loss = aborted
         if self._replication is not None:
             self._keep_copies(self._replication, wait=aborted)
+        self._modes.restore()
         bound, live = self._bound, self._live_commit
         if bound is not None and live is not None and live not in self._holdings.records:
             shard = bound.shard()
@@ -324,19 +326,16 @@ class ShardedState(State):
 
     def _unbind(self) -> None:
         if self._bound is not None:
+            self._bound.unwatch()
             clear_mesh_caches(self._bound.device)
             if self._session is not None:
                 self._session.report_copies(None)
-        for hook in self._hooks:
-            hook.remove()
         for name in [name for name in self._contents.values if name not in self._small_names]:
             del self._contents.values[name]
-        self._hooks = []
         self._bound = self._layout = self._replication = self._group = self._live_commit = None
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self) -> None:
         """An optimizer is about to change the live tensors."""
-        refuse_capture()
         if self._live_commit is not None and self._session is not None and self._bound is not None:
             self._session.check(self._bound.device)
         self._live_commit = None
@@ -346,6 +345,7 @@ class ShardedState(State):
         bound, layout = self._bound, self._layout
         assert bound is not None
         assert layout is not None
+        bound.committed()
         self._live_commit = Commit(layout.generation, self.commits)
         self._live_record = present_record(self._contents.small(), bound, self._program) | {"random": rng.get_states()}
 

@@ -19,23 +19,16 @@ from nbelastic.state.checkpoints import Saving
 from nbelastic.state.checks import check, frozen_value, only_numbers
 from nbelastic.state.commit_record import CommitRecord
 from nbelastic.state.contents import LARGE, Contents
+from nbelastic.state.modes import Modes
 from nbelastic.state.optimizers import set_settings, settings
 from nbelastic.state.replica_hash import ReplicaHash
 from nbelastic.state.step_watch import StepWatch
 from nbelastic.state.tensor_snapshot import TensorSnapshot, hashes, versions
-from nbelastic.state.transfer import (
-    Channel,
-    check_plain,
-    compare,
-    describe,
-    destinations,
-    rebuild,
-    receive,
-)
+from nbelastic.state.transfer import Channel, check_plain, compare, describe, destinations, rebuild, receive
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
-SET_ASIDE = ("commits", "reset_callbacks", "_began_at", "_tensors", "_buffers", "_steps", "_record")
+SET_ASIDE = ("commits", "reset_callbacks", "_began_at", "_tensors", "_buffers", "_steps", "_record", "_modes")
 QUICKLY_HASHED = 1 << 26  # bytes; a CPU takes 0.02 s
 
 
@@ -59,6 +52,7 @@ class State:
         self._buffers = TensorSnapshot(keep=True)
         self._steps = StepWatch(self._contents, self._tensors)
         self._replica = ReplicaHash(self._contents)
+        self._modes = Modes()
         self._record: CommitRecord  # of the last commit
         self._skipped_reports: set[str] = set()  # names of reported values that were not numbers
         self.commits = 0
@@ -181,7 +175,7 @@ class State:
         self.end()
         self._session = session
         self._steps.start(session)
-        self.commits = self._began_at = 0
+        self.commits, self._began_at, self._modes = 0, 0, Modes()
         self._survey()
         check_plain(describe(self._contents.small(), []))
         self._record_start()
@@ -209,7 +203,7 @@ class State:
     def _begin_again(self, session: Session) -> None:
         """The new program uses this state itself: its first commit must not replace the commit that was set aside."""
         rng.set_states(self._record._random)
-        self._session, self._began_at = session, self.commits
+        self._session, self._began_at, self._modes = session, self.commits, Modes()
         self._survey()
         self._record_all()
         self._steps.start(session)
@@ -222,6 +216,7 @@ class State:
         self._aside = {}
         self._session = session
         self.undo()
+        self._modes.restore()
         self._steps.start(session)
         self._steps.copying = copying
 
@@ -238,9 +233,10 @@ class State:
     def generation_ended(self, *, aborted: bool) -> None:
         """Called when this rank has left a generation, at a commit or after an abort: return to the last commit.
 
-        The commit at which the ranks leave does not return, so a `zero_grad()` after it has not run.
+        The commit at which the ranks leave does not return, so a `zero_grad()` or `train()` after it has not run.
         """
         self._steps.drop_gradients()
+        self._modes.restore()
         if aborted:
             self.undo()
 
@@ -366,6 +362,7 @@ class State:
 
     def _survey(self) -> None:
         self._contents.survey()
+        self._modes.note(self._contents.named(torch.nn.Module).values())
         self._tensors.watch(list(self._contents.names))
 
     def _record_start(self) -> None:

@@ -84,7 +84,7 @@ def test_a_gpu_that_does_not_finish_does_not_keep_a_hung_worker(monkeypatch, tmp
 
 
 def test_what_a_warm_up_changes_is_undone():
-    """Weights, gradients, the optimizer's entries and counters are as before, and a second job does not call it."""
+    """Weights, gradients, modes, the optimizer's entries and counters are as before, and a second job does not call it."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     state = nbe.TorchState(model=model, optimizer=torch.optim.Adam(model.parameters()), n=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -94,8 +94,10 @@ def test_what_a_warm_up_changes_is_undone():
         state.model(torch.ones(2, 4)).sum().backward()
         state.optimizer.step()
         state.n += 1
+        state.model.eval()
 
     def gather(holder):
+        assert all(layer.training for layer in model.modules())
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not state.optimizer.state

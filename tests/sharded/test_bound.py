@@ -1,5 +1,7 @@
 """What a commit keeps of models and optimizers, how it is set again, and what is refused by name."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,15 @@ def test_buffers_are_kept_also_those_of_no_checkpoint():
             bound.set_buffers(kept)
 
 
+@contextmanager
+def watched(bound):
+    bound.watch(lambda: None)
+    try:
+        yield
+    finally:
+        bound.unwatch()
+
+
 @pytest.mark.parametrize("reduce", [None, torch.float64], ids=["plain", "in another precision"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "not shared yet"])
 def test_gradients_that_no_step_has_used_are_noticed(shared, reduce):
@@ -109,15 +120,38 @@ def test_gradients_that_no_step_has_used_are_noticed(shared, reduce):
     with fake_world(0, 2) as mesh:
         model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
         bound = Bound({"model": model}, {"optimizer": torch.optim.SGD(model.parameters())})
-        assert not bound.has_gradients
-        model.set_requires_gradient_sync(shared)
-        model(torch.ones(1, 4)).sum().backward()
-        assert (model.weight.grad is not None) == shared
-        assert bound.has_gradients
-        model.set_requires_gradient_sync(True)
-        model(torch.ones(1, 4)).sum().backward()
-        model.zero_grad()
-        assert not bound.has_gradients
+        with watched(bound):
+            assert not bound.accumulates
+            model.set_requires_gradient_sync(shared)
+            model(torch.ones(1, 4)).sum().backward()
+            assert (model.weight.grad is not None) == shared
+            assert bound.accumulates
+            model.set_requires_gradient_sync(True)
+            model(torch.ones(1, 4)).sum().backward()
+            model.zero_grad()
+            assert not bound.accumulates
+
+
+def test_gradients_that_a_step_has_used_are_no_accumulation():
+    """Whether the program drops them before the next backward pass or at once, and with a backward pass in the step itself."""
+    with fake_world(0, 2) as mesh:
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters())
+        bound = Bound({"model": model}, {"optimizer": optimizer})
+
+        def backward():
+            model(torch.ones(1, 4)).sum().backward()
+
+        with watched(bound):
+            backward()
+            optimizer.step()
+            assert (bound.accumulates, bound.has_stepped) == (False, True)
+            backward()
+            assert bound.accumulates
+            optimizer.step(backward)
+            bound.committed()
+            assert (bound.accumulates, bound.has_stepped) == (False, False)
+            assert model.weight.grad is not None
 
 
 def linear():

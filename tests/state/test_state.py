@@ -228,6 +228,21 @@ def test_no_gradient_survives_a_planned_change(begun):
     assert (state.commits, state.clean) == (1, True)
 
 
+@pytest.mark.parametrize("aborted", [True, False], ids=["a break", "a planned change"])
+def test_each_call_begins_with_the_modes_of_the_first(begun, aborted):
+    """As on a newcomer: an evaluation that did not end leaves no layer in eval mode, also at a commit at which ranks leave."""
+    model, optimizer = network()
+    model[1].eval()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    model.add_module("head", torch.nn.Dropout())
+    train_step(model, optimizer)
+    state.commit()
+    model.eval()
+    state.commit()
+    state.generation_ended(aborted=aborted)
+    assert [layer.training for layer in model.modules()] == [True, True, False, True, True]
+
+
 def test_buffers_follow(begun):
     """BatchNorm's running statistics change in forward passes; a restore undoes those of a broken step."""
     model, optimizer = network()

@@ -1,0 +1,79 @@
+"""Commits of a sharded state without a step, and the modes of its models when the function is called again."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import nbelastic as nbe
+from nbelastic.worker import ranks
+from tests.sharded.fake_world import fake_world
+from tests.state.conftest import FakeSession, formation
+
+
+class Session(FakeSession):
+    programs = SimpleNamespace(program=0, on_trial=False)
+
+    def report_copies(self, source):
+        pass
+
+
+@contextmanager
+def bound(monkeypatch, **small):
+    """A state of a world of one rank, to which a sharded model and its optimizer are bound."""
+    monkeypatch.setattr(ranks, "device", lambda: torch.device("cpu"))
+    state = nbe.ShardedState(copies=0, **small)
+    with fake_world(0, 1) as mesh:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+        fully_shard(model, mesh=mesh)
+        model[1].eval()
+        state.begin(Session())
+        state.sync(formation(0, 1))
+        state.bind(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        yield state
+        state.end()
+
+
+def backward(state):
+    state.model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_commit_counts_while_used_gradients_are_there(monkeypatch):
+    """A loop drops gradients before its next backward pass: until then a counter that it sets can be committed."""
+    with bound(monkeypatch, done=0) as state:
+        state.optimizer.zero_grad()
+        backward(state)
+        state.optimizer.step()
+        state.commit()
+        state.done = 1
+        state.commit()
+        assert (state.commits, state._live_record["small"]) == (2, {"done": 1})
+
+
+def test_a_commit_waits_for_the_step_while_any_rank_accumulates(monkeypatch):
+    """Recovery cannot return to half of a sum. All ranks skip the commit, so that their counts stay equal."""
+    with bound(monkeypatch) as state:
+        backward(state)
+        state.commit()
+        assert state.commits == 0
+        state.optimizer.step()
+        state.commit()
+        state._session.others_accumulate = True
+        state.commit()
+        assert state.commits == 1
+        state._session.others_accumulate = False
+        state.commit()
+        assert state.commits == 2
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_each_call_begins_with_the_modes_of_the_first(monkeypatch, aborted):
+    """Integrations shard the same model again in each world: an evaluation that a break has ended leaves it in train mode."""
+    with bound(monkeypatch) as state:
+        model = state.model
+        model.eval()
+        state.generation_ended(aborted=aborted)
+        assert [layer.training for layer in model.modules()] == [True, True, False, True]
