@@ -16,7 +16,7 @@ from nbelastic.errors import JobStoppedError, UsageError
 from nbelastic.programs.tracebacks import describe, summary
 from nbelastic.protocol import worker_messages
 from nbelastic.state.state import State
-from nbelastic.state.takeover import initial_values, take_over
+from nbelastic.state.takeover import Initial, initial_values, take_over
 from nbelastic.worker.interrupts import ProgramRejected, ProgramReplaced
 from nbelastic.worker.job_checkpoints import JobCheckpoints
 from nbelastic.worker.session import Session
@@ -55,7 +55,7 @@ class Swap:
     def __init__(self, session: Session, loop: Any) -> None:
         self._session, self._loop = session, loop
         self._old: Swap | None = session.programs.outer  # of the program inside which this one runs
-        self._initial: dict[str, Any] = {}  # small values of the state at the beginning of the program
+        self._initial = Initial({}, {})  # values of the state at the beginning of the program
         self._checkpoints: JobCheckpoints | None = None  # of the job, while a new program runs
         self._names: dict[str, Any] = {}  # of cells, as the old program knows them, while a new one is tried
         self.is_over = False  # a new program has replaced this one

@@ -63,7 +63,9 @@ class Bound:
     def own_chunks(self) -> dict[str, OwnChunk]:
         """What this rank sends to the others: see `chunks.join`."""
         return {
-            name: OwnChunk(tuple(one.shape), str(one.dtype).removeprefix("torch."), chunk_of(name, one))
+            name: OwnChunk(
+                tuple(one.shape), str(one.dtype).removeprefix("torch."), chunk_of(name, one), one.requires_grad
+            )
             for name, one in self.parameters.items()
         }
 

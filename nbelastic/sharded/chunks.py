@@ -48,11 +48,12 @@ class Parameter(Struct, frozen=True):
 
 
 class OwnChunk(Struct, frozen=True):
-    """What one rank sends to the others: a parameter's shape and type, and its own chunk."""
+    """What one rank sends to the others: a parameter's shape and type, its own chunk, and whether it is trained."""
 
     shape: tuple[int, ...]
     dtype: str
     chunk: Chunk | None
+    requires_grad: bool = True
 
 
 class Layout(Struct, frozen=True):
@@ -119,6 +120,11 @@ def join(generation: int, hosts: Sequence[str], by_rank: Sequence[Mapping[str, O
         for rank, own in enumerate(by_rank):
             if (own[name].shape, own[name].dtype) != (one.shape, one.dtype):
                 raise StateError(f"{name} is {own[name].shape} on rank {rank} and {one.shape} on rank 0.")
+            if own[name].requires_grad != one.requires_grad:
+                raise StateError(
+                    f"{name} has requires_grad={own[name].requires_grad} on rank {rank} and {one.requires_grad} on rank 0: set "
+                    "it before bind() by what all ranks know, such as a counter in the state."
+                )
         parameter = Parameter(one.shape, one.dtype, tuple(own[name].chunk for own in by_rank))
         if not _is_tiling(parameter.shape, parameter.chunks):
             raise StateError(

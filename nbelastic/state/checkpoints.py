@@ -213,11 +213,15 @@ def first_usable(path: Path, known: Sequence[Path], use: Callable[[Path], T]) ->
 def _load_one(state: State, path: Path) -> Path:
     manifest = checkpoint.verify(path)
     described = checkpoint.read_description(path, manifest)
-    tensors = manifest.tensors[1:]
+    tensors, mine = manifest.tensors[1:], state._live()["requires_grad"]
     try:
         state._accept(described, state._device(), lambda places: checkpoint.read_tensors(path, tensors, places))
     except Exception as error:  # noqa: BLE001  (of the user's scheduler, for example)
         raise StateError(f"it does not fit this state: {reason(error)}") from None
+    other = [name for name, value in state._live()["requires_grad"].items() if value != mine.get(name)]
+    if other:
+        more = f" and of {len(other) - 1} more" if other[1:] else ""
+        print_line(f"requires_grad of {other[0]}{more} is as in {path.name}, and not as the program has set it.")
     return path
 
 

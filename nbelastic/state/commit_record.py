@@ -1,11 +1,15 @@
-"""What a commit records beside the large tensors: small values, buffers, optimizer options and random generators."""
+"""What a commit records beside the large tensors: small values, buffers, options, which parameters are trained, and so on."""
 
 from __future__ import annotations
+
+from operator import attrgetter
 
 from nbelastic.state import optimizers, rng
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import Buffer, Contents
 from nbelastic.state.grad_scaler import RecordedScaler, is_grad_scaler
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class CommitRecord:
@@ -19,6 +23,8 @@ class CommitRecord:
         self._scalers = [RecordedScaler(contents.values[name]) for name in scalers]
         self._settings = [optimizers.settings(optimizer) for optimizer in contents.optimizers()]
         self._entries = [optimizers.entries(optimizer) for optimizer in contents.optimizers()] if with_entries else []
+        self._parameters = contents.names
+        self._requires_grad = [*map(_requires_grad, contents.names)]
         self._random = rng.get_states()
 
     def restore_entries(self) -> None:
@@ -34,6 +40,10 @@ class CommitRecord:
             own[key] = tensor
 
     def restore_settings(self) -> None:
+        """Options of optimizers, which parameters are trained, and random generators."""
+        for parameter, requires_grad in zip(self._parameters, self._requires_grad, strict=True):
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
         for optimizer, settings in zip(self._contents.optimizers(), self._settings, strict=True):
             optimizers.set_settings(optimizer, settings)
         rng.set_states(self._random)

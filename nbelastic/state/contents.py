@@ -87,6 +87,16 @@ class Contents:
         """Where the parameters are."""
         return next((t.device for t in self.names), torch.device("cpu"))
 
+    def requires_grad(self) -> dict[str, bool]:
+        """Whether each parameter is trained, by name."""
+        return {name: parameter.requires_grad for parameter, name in self.names.items()}
+
+    def set_requires_grad(self, wanted: Mapping[str, bool]) -> None:
+        """The inverse of `requires_grad`. Parameters without a name in `wanted` stay as they are."""
+        for parameter, name in self.names.items():
+            if parameter.requires_grad != wanted.get(name, parameter.requires_grad):
+                parameter.requires_grad_(wanted[name])
+
     def small(self, *, without: Collection[str] = ()) -> dict[str, Any]:
         """Counters, and the `state_dict()` of values that have one, by name. `without`: names to leave out."""
         return {
@@ -131,6 +141,7 @@ class Contents:
         """All live values, in the form in which they are sent."""
         return {
             "small": self.small(),
+            "requires_grad": self.requires_grad(),
             "modules": {
                 name: dict(module.named_parameters()) | dict(module.named_buffers())
                 for name, module in self.named(torch.nn.Module).items()
@@ -149,6 +160,7 @@ class Contents:
 
     def set_received(self, received: dict[str, Any]) -> None:
         """Set optimizers and small values; the tensors of models have been received in place."""
+        self.set_requires_grad(received.get("requires_grad", {}))  # checkpoints of older versions have none
         for name, contents in received["optimizers"].items():
             optimizers.regroup(self.values[name], contents, self.names)
             optimizers.set_contents(self.values[name], contents)

@@ -19,6 +19,7 @@ from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
 from nbelastic.state.user_words import UserWords, in_users_words
 
+REQUIRES_GRAD = "requires_grad"  # in notes
 MOST = 4  # names in one note
 LONG = 40  # characters; longer names come last
 
@@ -30,13 +31,20 @@ class Taken(NamedTuple):
     may_be_unequal: bool
 
 
-def initial_values(state: State) -> dict[str, Any]:
-    """The small values at the beginning of a program: the base of a later merge."""
-    return state._small_values()
+class Initial(NamedTuple):
+    """What a program begins with: the base of a later merge."""
+
+    small: dict[str, Any]
+    requires_grad: dict[str, bool]
 
 
-def take_over(new: State, old: State, base: Mapping[str, Any], edited: Mapping[str, Any]) -> Taken:
-    """Take over the values of `old`, which stays as it is. `base` and `edited`: small values at the beginning of both programs.
+def initial_values(state: State) -> Initial:
+    """As the program has just made the state."""
+    return Initial(state._small_values(), state._contents.requires_grad())
+
+
+def take_over(new: State, old: State, base: Initial, edited: Initial) -> Taken:
+    """Take over the values of `old`, which stays as it is. `base` and `edited`: values at the beginning of both programs.
 
     A sharded state does the rest in its next world: see `sharded.takeover`. StateError if the other state is not sharded.
     """
@@ -47,8 +55,11 @@ def take_over(new: State, old: State, base: Mapping[str, Any], edited: Mapping[s
         return Taken([], may_be_unequal=False)
     tensors = _take_tensors(new, old)
     entries = _take_entries(new, old)
-    small = merge(old._small_values(), base, edited, new._contents.named(StepLog))
+    small = merge(old._small_values(), base.small, edited.small, new._contents.named(StepLog))
     new._set_small_values(small.values)
+    present = old._contents.requires_grad()
+    trained = merged(base.requires_grad, present, edited.requires_grad, REQUIRES_GRAD, small.own)
+    new._contents.set_requires_grad(trained)
     missing = [name for name in old._contents.values if name not in new._contents.values]
     rng.set_states(old._record._random)
     new.commits, new._began_at = old.commits, old.commits

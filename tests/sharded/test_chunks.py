@@ -50,3 +50,10 @@ def test_chunks_that_overlap_or_leave_a_gap_are_refused():
     ranks = [{"w": OwnChunk((4,), "float32", Chunk((start,), (2,)))} for start in (0, 1)]
     with pytest.raises(StateError, match="w is split in a way that ShardedState cannot recover"):
         join(1, "ab", ranks)
+
+
+def test_ranks_that_train_different_parameters_are_named():
+    """FSDP would hang or abort."""
+    ranks = [{"w": OwnChunk((4,), "float32", Chunk((2 * rank,), (2,)), rank == 0)} for rank in (0, 1)]
+    with pytest.raises(StateError, match="w has requires_grad=False on rank 1 and True on rank 0"):
+        join(1, ["a", "a"], ranks)
