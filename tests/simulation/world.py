@@ -55,7 +55,7 @@ class World:
         self.network = Network(self.clock, self.rng)
         self.groups = Groups(self.network)
         self.transfers: dict[int, dict[str, Any]] = {}  # by generation
-        self.cluster = ClusterState(Limits(**limits))
+        self.cluster = self._before = ClusterState(Limits(**limits))  # `_before`: the last decision
         self.log: list[tuple[float, str]] = []
         self.events: list[tuple[float, ev.Event]] = []
         self.agents: dict[str, Agent] = {}  # the newest of each host, as the driver knows it
@@ -94,6 +94,7 @@ class World:
             self.drivers.order(event)
             return
         before, now = self.cluster, self.clock.now
+        self._before = before
         self.events.append((now, event))
         self.cluster, commands = step_both_ways(before, event, now)
         check(before, self.cluster, commands, now, checked=before)
@@ -189,12 +190,15 @@ class World:
 
     def end(self, command: cmd.EndJob) -> None:
         """The job has failed: no worker could help, or the user has removed those that could. The user runs another one."""
+        is_full = len(self._before.members) >= self._before.limits.most
+        surplus = self._before.stopped if is_full else ()  # as the user has lowered max
         users_order = "was removed at once" in command.reason or "only hosts that end hold" in command.reason
         for worker in () if users_order else self.workers():
             facts = worker.protocol.facts
             holds = facts.holds_state and facts.state_since >= self.cluster.last_formed  # not that of an older world
             helps = worker.job == command.job and holds and not worker.is_stopped
-            wanted = worker.id in self.cluster.workers and worker.id not in self.drivers.told_to_end
+            ends = worker.id in self.drivers.told_to_end or worker.id in surplus
+            wanted = worker.id in self.cluster.workers and not ends
             reachable = wanted and self.network.joined(worker.id.host, DRIVER)
             assert not (helps and reachable), f"{command.reason}: yet {worker.id} holds the state"
         self._run_another_job()
