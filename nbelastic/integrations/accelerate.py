@@ -135,8 +135,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         if not isinstance(loader, ElasticLoader):
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object or not _has_only_tensors(input_data):
-            return gather_object(input_data[: loader.shares[self.process_index]])
-        most = max(loader.given, *loader.shares)
+            share = loader.shares[self.process_index] if len(input_data) == loader.given else None
+            return gather_object(input_data[:share])
+        most = max(loader.shares)
 
         def gather(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.dim() or len(tensor) != loader.given:

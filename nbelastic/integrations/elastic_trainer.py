@@ -45,6 +45,7 @@ class Run:
         self.epoch = self.epoch_start = 0
         self.samples = 0  # of all ranks in the present step
         self.sizes: list[int] = []  # of this rank's parts in the present step that are not used yet
+        self.uncounted: list[int] = []  # `sizes`, until the Trainer has counted their labels
         self.weight: float | None = None  # of the present part; None outside a training step
         self.loss_before = torch.zeros(())  # the sum of losses before the present step
 
@@ -58,6 +59,7 @@ class Run:
         step = trainer.state.global_step - self.epoch_start
         self.samples = self.batches.samples(step)
         self.sizes = self.batches.sizes(step)
+        self.uncounted = [*self.sizes]
         self.loss_before = trainer._tr_loss.clone()
 
 
@@ -110,7 +112,7 @@ class ElasticTrainer:
         super()._init_training_state(*args)  # type: ignore[misc]
         progress = self._elastic.progress
         progress.restore_state(self)
-        self._elastic.sizes = []  # an abort may have left some
+        self._elastic.sizes, self._elastic.uncounted = [], []  # an abort may have left some
         self._elastic.first_epoch = progress.values.get("epoch", 0)
         self._elastic.epoch_start = progress.values.get("epoch_start", 0)
         return self._elastic.first_epoch, 0
@@ -160,7 +162,8 @@ class ElasticTrainer:
 
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
         """The labels of a repeated sample do not count. A part that repeats one stays: its rank counts with the others."""
-        sizes = self._elastic.sizes or [1] * len(batch_samples)  # none outside a training step
+        sizes = self._elastic.uncounted or [1] * len(batch_samples)  # none in an evaluation
+        self._elastic.uncounted = []
         counted = [part if size else _without_labels(part) for size, part in zip(sizes, batch_samples, strict=True)]
         return super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
 

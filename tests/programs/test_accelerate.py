@@ -170,3 +170,13 @@ def test_what_is_gathered_in_an_epoch_is_as_much_as_it_has_samples(accelerator, 
         for _ in others:
             break
     assert gathered == expected
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], ["a"], ["a", "b", "c"]])
+def test_objects_are_gathered_as_they_are_unless_they_are_one_per_sample(accelerator, monkeypatch, texts):
+    """Then the object of a repeated sample is left out."""
+    elastic = import_module("nbelastic.integrations.accelerate")
+    monkeypatch.setattr(elastic, "gather_object", lambda objects: objects)
+    batches = accelerator.prepare(DataLoader(DATA, batch_size=2, sampler=ElasticSampler(DATA)))
+    found = [accelerator.gather_for_metrics(texts, use_gather_object=True) for _ in batches]
+    assert found == [texts, ["a"] if len(texts) == 2 else texts]  # the last of this rank's samples is repeated

@@ -68,9 +68,10 @@ def test_a_repeated_sample_keeps_its_labels_and_does_not_count(integration, begi
         parts = [{"input": torch.ones(2, 1), "labels": torch.full((2, 1), 3, dtype=dtype)} for _ in range(2)]
         for part in parts:
             part[name] = part["labels"]
-        run.sizes = [2, 0]
+        run.uncounted = [2, 0]
         count = trainer._get_num_items_in_batch(parts, torch.device("cpu"))
         assert count == 2
+        assert trainer._get_num_items_in_batch(parts[1:], torch.device("cpu")) == 2  # in an evaluation by a callback
         losses = []
         for run.weight, part in zip((1.0, 0.0), parts, strict=True):
             assert part["labels"].tolist() == [[3], [3]]
