@@ -212,12 +212,16 @@ class AbortWorld(Command):
 
 
 class StopProgram(Command):
-    """The job is over: workers that still run its program leave it, and `culprit` raises its own error."""
+    """The job is over: workers that still run its program leave it, and `culprit` raises its own error.
+
+    `writer` writes the last checkpoint; None: rank 0.
+    """
 
     job: str
     workers: tuple[WorkerId, ...]
     reason: str
     culprit: WorkerId | None = None
+    writer: WorkerId | None = None
 
 
 class EndJob(Command):

@@ -11,7 +11,7 @@ from nbelastic.core.halt import Halt
 from nbelastic.core.host_slots import workers_on
 from nbelastic.core.persistent import EMPTY, PersistentDict, PersistentSet
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
-from nbelastic.core.state_holders import delete_kept_state, keeper
+from nbelastic.core.state_holders import delete_kept_state, keeper, last_writer
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 
@@ -118,7 +118,7 @@ def end(
             cluster = abort_generation(cluster, reason, out)
         if job.trial:  # the last checkpoint is the old program's
             out.append(cmd.KeepProgram(job.program, inside))
-        out.append(cmd.StopProgram(job.name, inside, reason, culprit))
+        out.append(cmd.StopProgram(job.name, inside, reason, culprit, last_writer(cluster, culprit)))
     older = any(worker.job not in ("", job.name) for worker in cluster.workers.values())  # programs of earlier jobs
     ranks = job.ranks or tuple(sorted(job.ended))
     # The record first: a client that waits for the job then finds it in the event log.

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import ClusterState, Worker
+from nbelastic.core.state import ClusterState, Stage, Worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
@@ -16,6 +16,17 @@ from nbelastic.protocol.ids import WorkerId
 def holders(cluster: ClusterState) -> list[WorkerId]:
     """Workers that hold the training state."""
     return [w for ids in (cluster.members, cluster.newcomers) for w in ids if cluster.workers[w].has_state]
+
+
+def last_writer(cluster: ClusterState, culprit: WorkerId | None) -> WorkerId | None:
+    """Who writes the job's last checkpoint: rank 0 or, if it is lost or raises its own error, the next rank that can.
+
+    Between worlds, that is the first rank with the newest commit. None: no worker holds the training state.
+    """
+    found = [w for w in holders(cluster) if w != culprit]
+    if cluster.stage is Stage.GATHERING:
+        return max(found, key=lambda w: (cluster.workers[w].clean, cluster.workers[w].commit), default=None)
+    return next(iter(found), None)
 
 
 def state_lives(cluster: ClusterState, without: Collection[WorkerId] = ()) -> bool:

@@ -82,9 +82,10 @@ class CommandExecutor:
                 send((w,), worker_messages.LoadKeptState(by, commit))
             case cmd.DeleteKeptState(by=by):
                 self._agents.send(by.host, agent_messages.DeleteKeptState(by))
-            case cmd.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
+            case cmd.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit, writer=writer):
                 for w in workers:
-                    send((w,), worker_messages.StopProgram(job, reason, own=w == culprit))
+                    writes = None if writer is None else w == writer
+                    send((w,), worker_messages.StopProgram(job, reason, w == culprit, writes))
             case cmd.EndJob():
                 self._jobs.end(command)
             case cmd.Probe(host=host):

@@ -184,7 +184,7 @@ class _Loop:
         """Write the job's last checkpoint, if it has any; also of a job that was stopped."""
         session = self._session
         if session.checkpoints is not None and session.facts.holds_state:
-            session.checkpoints.ended(self._state, session.last_rank if session.link.disconnected else 0)
+            session.checkpoints.ended(self._state, session.last_turn)
 
     def _loop(self) -> Any:
         again = False

@@ -326,11 +326,15 @@ class LoadKeptState(Message):
 
 
 class StopProgram(Message):
-    """Driver → worker: the job is over for you; `own`: because of the error that your own program has raised."""
+    """Driver → worker: the job is over for you; `own`: because of the error that your own program has raised.
+
+    `writes`: whether you write the last checkpoint; None: if you are rank 0.
+    """
 
     job: str
     reason: str
     own: bool = False
+    writes: bool | None = None
 
 
 FromWorker = (

@@ -254,7 +254,7 @@ class ShardedPlan:
         elif self._writer.rank == 0:
             self._plan.warn()
 
-    def ended(self, state: State, alone: int = 0) -> None:  # noqa: ARG002  (without a driver all ranks write too)
+    def ended(self, state: State, turn: int | None) -> None:  # noqa: ARG002  (all ranks write)
         """The elastic function has returned or was stopped: write the newest commit that all ranks have."""
         writer = self._writer
         if writer.rank < 0:

@@ -297,15 +297,14 @@ class Plan:
             self._write(state)
         self._next = commits - commits % every + every
 
-    def ended(self, state: State, alone: int = 0) -> None:
+    def ended(self, state: State, turn: int | None) -> None:
         """The elastic function has returned or was stopped: write the last commit.
 
-        `alone` is this rank if there is no driver, else 0. Without a driver, rank 0 may be dead. So each rank waits for a
-        checkpoint of the ranks before it, and writes one itself if none comes.
+        `turn`: 0: at once; n: only if none of n ranks, which write before this one, has written it in time; None: not here.
         """
-        if state.clean and (
-            self._is_rank_0() or (alone and self._is_missing_after(state.commits, alone * TURN_TIMEOUT))
-        ):
+        if turn is None or not state.clean:
+            return
+        if turn == 0 or self._is_missing_after(state.commits, turn * TURN_TIMEOUT):
             _join_last()
             if state.commits > self.saved:
                 self._write(state)

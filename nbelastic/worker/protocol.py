@@ -90,6 +90,7 @@ class Protocol:
         self.on_trial = False  # it is a new one, which the driver has not accepted yet
         self.quit: worker_messages.StopProgram | None = None  # the job is over
         self._newest_quit: worker_messages.StopProgram | None = None  # maybe of a job whose program has not begun
+        self._writes_last: bool | None = None  # the job's last checkpoint; None: the driver has named no worker
         self.left = 0  # the newest generation that this worker has left
         self.generation = 0  # the one whose group this worker has, or is forming; 0: none
         self.formation: Formation | None = None  # of that generation, when its group is formed
@@ -110,6 +111,16 @@ class Protocol:
     def is_rank_0(self) -> bool:
         """Whether this rank prints, reports and saves for all: rank 0 of this world or, between worlds, of the last one."""
         return self.rank == 0
+
+    def last_turn(self, *, disconnected: bool) -> int | None:
+        """When this worker writes the job's last checkpoint: 0: at once; n: if n ranks have not written it; None: never.
+
+        The driver names a worker. If there is none, each rank waits for those before it, which may be lost.
+        """
+        if self._writes_last is None and disconnected:
+            return self.rank
+        writes = self.is_rank_0 if self._writes_last is None else self._writes_last
+        return 0 if writes else None
 
     @property
     def has_promised(self) -> bool:
@@ -136,7 +147,7 @@ class Protocol:
         self.program, self.on_trial = program, False
         self.job, self.left, self.generation, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
         self._forget_promises()
-        self.quit = self._quit_of(job)
+        self.quit, self._writes_last = self._quit_of(job), None
         self.telemetry = Telemetry()
         self.facts.is_beginning = False
 
@@ -225,6 +236,7 @@ class Protocol:
                 if job != self.job:
                     return []
                 self.quit = message
+                self._writes_last = self._writes_last if message.writes is None else message.writes
                 return [Post(message)]
             case worker_messages.Leave():
                 return [*self._set_leave_point(message), Post(message)]

@@ -95,9 +95,9 @@ class Session:
         return self._protocol.formation
 
     @property
-    def last_rank(self) -> int:
-        """The rank in this world or, between worlds, in the last one."""
-        return self._protocol.rank
+    def last_turn(self) -> int | None:
+        """When this worker writes the job's last checkpoint: see `Protocol.last_turn`."""
+        return self._protocol.last_turn(disconnected=self.link.disconnected)
 
     @property
     def is_rank_0(self) -> bool:

@@ -241,3 +241,32 @@ def test_a_program_of_an_older_job_is_killed_after_the_next_job_has_ended():
     assert story.job.outcome == "succeeded"
     story.quiet(60.0)
     assert story.records("worker-killed") == ["b/0#1 did not stop within 60 s and is killed"]
+
+
+@pytest.mark.parametrize(("lost", "writer"), [("", "a/0#1"), ("a", "b/0#1")], ids=["stopped by hand", "rank 0 is lost"])
+def test_the_first_rank_that_is_left_writes_the_last_checkpoint(lost, writer):
+    """Rank 0 does, as long as it is there; else one of the survivors, which all hold the state."""
+    story = Story("a:2", "b:2", min=1, reset_limit=0).run().commit(9)
+    if lost:
+        story.lose_host(lost)
+    else:
+        story.stop_job()
+    assert story.last(cmd.StopProgram).writer == wid(writer)
+
+
+def test_a_rank_that_ends_with_its_own_error_writes_no_last_checkpoint():
+    """The next rank does."""
+    story = Story("a:2", min=2).run("one")
+    story.raised("a/0#1").answer()
+    assert (story.last(cmd.StopProgram).culprit, story.last(cmd.StopProgram).writer) == (wid("a/0#1"), wid("a/1#1"))
+
+
+def test_between_worlds_a_rank_with_the_newest_commit_writes_the_last_checkpoint():
+    """After a break some ranks are a commit behind."""
+    story = Story("a:4", min=4).run().commit(9)
+    story.kill("a/3#1")
+    for w, commit in (("a/0#1", 8), ("a/1#1", 9), ("a/2#1", 9)):
+        story.send(ev.WorkerReady(wid(w), "job", 1, commit, clean=True, store="x", holds_state=True))
+    assert story.cluster.stage is Stage.GATHERING
+    story.stop_job()
+    assert story.last(cmd.StopProgram).writer == wid("a/1#1")

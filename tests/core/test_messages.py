@@ -48,6 +48,7 @@ FILL = {
     WorkerId: W,
     HostSpec: SPEC,
     int | None: 9,
+    bool | None: True,
     float | None: 1.5,
     WorkerId | None: W,
     dict[str, float]: {"loss": 0.25},

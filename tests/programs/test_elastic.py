@@ -23,6 +23,7 @@ class StoppedInAStep:
 
     used = False
     warm_ups = ()
+    last_turn = 0
     link = SimpleNamespace(disconnected=False)
     facts = SimpleNamespace(holds_state=True)
     programs = SimpleNamespace(outer=None, on_trial=False)
@@ -30,7 +31,7 @@ class StoppedInAStep:
     def __init__(self, state):
         self.state, self.saved = state, []
         self.checkpoints = SimpleNamespace(
-            committed=lambda state: None, ended=lambda state, rank: self.saved.append(state.n)
+            committed=lambda state: None, ended=lambda state, turn: self.saved.append(state.n)
         )
 
     def finish_gpu_work(self):

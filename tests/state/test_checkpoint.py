@@ -266,18 +266,16 @@ def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path
 
 
 def test_the_last_commit_is_saved_too(tmp_path):
-    """The last commit is saved once, on rank 0, unless a checkpoint of it exists."""
+    """The last commit is saved once, on the rank that is to do so, unless a checkpoint of it exists."""
     job = Job(tmp_path).commits(13)
-    job.rank = 1
-    job.plan.ended(job.state)
-    job.rank = 0
+    job.plan.ended(job.state, turn=None)
     for _ in range(2):
-        job.plan.ended(job.state)
+        job.plan.ended(job.state, turn=0)
         job.plan.finish()
     assert written(tmp_path) == ["000001-commit-10", "000002-commit-13"]
     again = Job(tmp_path)
     again.plan.resume(again.state)
-    again.plan.ended(again.state)
+    again.plan.ended(again.state, turn=0)
     again.plan.finish()
     assert len(written(tmp_path)) == 2
 
@@ -291,9 +289,9 @@ def test_without_a_driver_the_next_rank_saves_the_last_commit(tmp_path, monkeypa
         for job in (zero, one):
             job.commits(3)
         if not dead:
-            zero.plan.ended(zero.state)
+            zero.plan.ended(zero.state, turn=0)
             zero.plan.finish()
-        one.plan.ended(one.state, alone=1)
+        one.plan.ended(one.state, turn=1)
         one.plan.finish()
         assert written(tmp_path)[-1] == saved
 

@@ -388,6 +388,14 @@ def test_the_report_shows_why_a_program_stops(worker, own, stopped):
     assert worker.report(1, "").stop_reason == stopped
 
 
+@pytest.mark.parametrize(("named", "turns"), [(True, (0, 0)), (False, (None, None)), (None, (None, 1))])
+def test_who_writes_the_last_checkpoint(worker, named, turns):
+    """The worker that the driver has named first. Without a driver, rank 1 writes if rank 0 does not."""
+    for writes in (named, None):
+        worker.receive(worker_messages.StopProgram("job", "the job is over", writes=writes))
+    assert tuple(worker.last_turn(disconnected=one) for one in (False, True)) == turns
+
+
 def test_the_report_shows_a_program_that_begins(worker):
     """The report has its job's name and that it runs, and nothing of the program before."""
     worker.receive(worker_messages.StopProgram("job", "the job is over"))
