@@ -48,6 +48,7 @@ class TensorSnapshot:
         self._watched: Sequence[torch.Tensor] = ()
         self._versions: list[int] | None = []
         self._copies: dict[int, Copy] = {}  # by the live tensor's id, which the copy's reference keeps its own
+        self._expected: set[int] = set()  # ids of tensors that the next commit copies in any case
         self._stream: torch.cuda.Stream | None = None
         self._being_read: list[torch.Tensor] = []  # on that stream: their memory must not be used for anything else
 
@@ -73,8 +74,7 @@ class TensorSnapshot:
 
     def expect_changes(self, tensors: Sequence[torch.Tensor]) -> None:
         """The next commit copies these, whether a change of them is counted or not."""
-        for key in self._copies.keys() & map(id, tensors):
-            self._copies[key] = self._copies[key]._replace(version=None)
+        self._expected.update(map(id, tensors))
 
     def commit(self, tensors: Sequence[torch.Tensor], *, counted: bool = False) -> None:
         """`restore` returns to the present values. `counted`: a large tensor is copied only if a change of it was counted."""
@@ -83,6 +83,7 @@ class TensorSnapshot:
             self._copy(tensors, counted)
         else:
             self.drop()
+        self._expected.clear()
 
     def drop(self) -> None:
         """Free the copies."""
@@ -116,8 +117,8 @@ class TensorSnapshot:
         kept, new, changed = {}, [], []
         for tensor in tensors:
             known, version = self._copies.get(id(tensor)), _version_of(tensor)
-            is_same = counted and known is not None and known.version is not None and known.version == version
-            is_changed = not is_same or tensor.nbytes < SMALL
+            is_same = counted and version is not None and known is not None and known.version == version
+            is_changed = not is_same or tensor.nbytes < SMALL or id(tensor) in self._expected
             if known is None or not _fits(tensor, known) or (is_changed and _is_slow(known)):
                 new.append((tensor, version, known is not None and _is_large_on_gpu(tensor)))
                 continue
