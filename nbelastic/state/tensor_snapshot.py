@@ -93,8 +93,9 @@ class TensorSnapshot:
             free_pinned()
 
     def drop_pinned(self) -> None:
-        """Free the copies if they take pinned memory, which is scarce."""
+        """Free the copies if they take pinned memory, which is scarce. Then nothing can be restored before the next commit."""
         if any(one.pinned for one in self._copies.values()):
+            self.keep = False
             self.drop()
 
     def wait_for_copies(self) -> None:

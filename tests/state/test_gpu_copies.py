@@ -60,6 +60,20 @@ def test_the_second_copy_of_a_large_tensor_is_pinned_and_given_back(cuda, monkey
     assert cuda.take()[-1] == "host cache emptied"
 
 
+def test_after_a_job_a_state_whose_copies_were_freed_does_not_count_as_restored(cuda, begun):
+    """The program has failed in a fused step, which nothing has counted: the weights are not those of the last commit."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    pinned = on_gpu(LARGE)
+    for _ in range(2):
+        change(pinned)
+        state._tensors.commit([pinned])
+    state._steps._before_step(optimizer)
+    state.end()
+    state.undo()
+    assert not state.clean
+
+
 def test_in_the_background_the_next_change_waits(cuda):
     """The copy follows what the main stream has begun, and the main stream waits for it before the tensors change."""
     tensor = on_gpu(LARGE)
