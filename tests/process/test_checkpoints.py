@@ -194,6 +194,18 @@ def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
     assert len([name for name in names if not name.startswith(".")]) == 3
 
 
+def test_the_job_ends_as_rank_0_is_lost(make, tmp_path):
+    """The rank that is left writes the last commit, as rank 0 would have."""
+    cluster = make("localhost:2", min=2, reset_limit=0)
+    kept = {"checkpoint": tmp_path / "kept", "checkpoint_every": 1000}
+    training = Training(cluster, tmp_path / "run", train, **kept)
+    victim = training.wait_for_world(2)[0]
+    until(lambda: len(training.lines("step")) > 10, what="some steps")
+    training.signal_worker(victim)
+    until(lambda: saved_commits(tmp_path), what="the last checkpoint")
+    assert saved_commits(tmp_path)[0] >= max(line["step"] for line in training.lines("step")) - 1
+
+
 def test_the_newest_checkpoint_is_damaged(runs, tmp_path):
     """When the newest checkpoint is damaged, the job uses the one before, and the log says why."""
     first = runs(1)
