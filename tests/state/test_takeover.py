@@ -201,3 +201,16 @@ def test_only_an_edited_entry_is_set(base, key, value):
             assert result[name] == present[name]
     if key in base and base[key] != value and not isinstance(value, dict | list):
         assert (result[key], own) == (value, [f"state.{key}"])
+
+
+def test_a_program_that_fails_in_an_evaluation_leaves_the_old_one_in_train_mode(begun):
+    """It uses the state itself, so that its layers are those of the old program."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
+    state = begun(nbe.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters())))
+    session = state._session
+    state._set_aside()
+    model[1].eval()
+    state._begin_again(session)
+    model.eval()
+    state._take_up(session)
+    assert [layer.training for layer in model.modules()] == [True, True, True]
