@@ -49,10 +49,8 @@ def unchanged_by_ddp(
         if options["init_sync"]:
             may_differ = tensors.changed() or not _is_in(contents, options["module"])
             options["init_sync"] = on_any_rank(may_differ, _group(options["process_group"], options["device_mesh"]))
-        try:
-            original(*given.args, **given.kwargs)
-        finally:
-            check()  # also after an error, of garbage that it took for another rank's shapes
+        original(*given.args, **given.kwargs)
+        check()
 
     passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 

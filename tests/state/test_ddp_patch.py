@@ -126,24 +126,6 @@ def test_a_world_that_breaks_while_ddp_sends_leaves_the_commit(group, begun, ran
     assert weights(state.model) == before
 
 
-@pytest.mark.parametrize("is_cut_off", [True, False])
-def test_an_error_of_the_constructor(group, begun, monkeypatch, is_cut_off):
-    """An abort leaves garbage where DDP receives the shapes of other ranks: the world is over. Else it is DDP's own error."""
-    state = committed(begun)
-
-    def refuse(*_):
-        raise RuntimeError("DDP expects same model across all ranks")
-
-    def check():
-        if is_cut_off:
-            raise WorldAborted
-
-    monkeypatch.setattr(nn.parallel.distributed, "_verify_param_shape_across_processes", refuse)
-    with wrapping(state, check, another_has_changed), pytest.raises(WorldAborted if is_cut_off else RuntimeError):
-        DistributedDataParallel(state.model)
-    assert state.clean
-
-
 def test_a_break_after_the_values_were_received_returns_to_the_copies(group, begun, rank_0_has):
     """Before the first commit there are copies: a break after DDP's constructor returns to the values at the start."""
     model, optimizer = network()
