@@ -329,13 +329,12 @@ class Session:
             self._groups.synchronize(all_streams=True)
             self.raise_if_over()
 
-    def on_any_rank(self, mine: bool, group: Any = None) -> bool:
-        """Collective: whether `mine` is true on any rank, of this group or of all."""
+    def on_any_rank(self, mine: bool) -> bool:
+        """Collective: whether `mine` is true on any rank."""
         if self.formation is None or self.formation.world_size == 1:
             return mine
-        kinds = [kind.type for kind in (group or dist.group.WORLD)._device_types]
-        found = torch.tensor([mine], dtype=torch.uint8, device="cpu" if "cpu" in kinds else kinds[0])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        found = torch.tensor([mine], dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
         self.check(found.device)
         return bool(found)
 
