@@ -27,7 +27,7 @@ def record_failure(
     healthy = now - cluster.workers[w].since >= cluster.limits.healthy
     failures = 1 if healthy else slot.failures + 1
     wait = backoff_seconds(cluster, failures - 1 if at_once else failures)
-    slot = replace(slot, failures=failures, restarts=slot.restarts + 1, busy=False)
+    slot = replace(slot, failures=failures, restarts=slot.restarts + 1, busy=False, reason="")
     if not wait:
         return with_slot(cluster, w, slot)
     reason = f"slot {w.slot} in back-off for {wait:g} s after {failures} failures: {why}"

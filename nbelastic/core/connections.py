@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import arrivals, halts, host_lifecycle, losses
+from nbelastic.core import arrivals, halts, host_lifecycle, losses, provisioning
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host
@@ -59,7 +59,8 @@ def _reconnected(cluster: ClusterState, name: str, now: float, out: Commands) ->
     text = f"{name} can be reached again, after {now - known.since:.0f} s"
     out.append(cmd.Record("host-reconnected", text, host=name))
     disconnected = {n: at for n, at in cluster.disconnected.items() if n != name}
-    return with_host(replace(cluster, disconnected=disconnected), replace(cluster.hosts[name], reason=""))
+    cluster = with_host(replace(cluster, disconnected=disconnected), replace(cluster.hosts[name], reason=""))
+    return provisioning.provision(cluster, now, out)  # a worker may have died there meanwhile
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

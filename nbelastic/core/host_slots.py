@@ -26,7 +26,7 @@ def free_slot(cluster: ClusterState, w: WorkerId, *, restarts: int = 0) -> Clust
     """Free the slot of a worker whose process has ended."""
     host = cluster.hosts[w.host]
     slot = host.slots[w.slot]
-    return with_slot(cluster, w, replace(slot, busy=False, restarts=slot.restarts + restarts))
+    return with_slot(cluster, w, replace(slot, busy=False, restarts=slot.restarts + restarts, reason=""))
 
 
 def with_slots(host: Host, slots: tuple[Slot, ...]) -> Host:

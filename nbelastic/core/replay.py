@@ -31,7 +31,7 @@ from nbelastic.protocol.worker_messages import WorkerReport
 
 REMOVED = "removed"
 # Fields with text of the user's program, or about the user.
-PRIVATE = ("error", "reason", "text", "place", "traceback", "target", "stop_reason", "problem", "user")
+PRIVATE = ("error", "reason", "text", "place", "traceback", "target", "stop_reason", "problem", "user", "last_line")
 EMPTIED = ("packages",)
 DIGESTED = ("key", "changed")  # names of variables; the core only compares them
 # Events of the core to a script, which `step` makes itself.

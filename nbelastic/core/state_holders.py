@@ -21,10 +21,14 @@ def holders(cluster: ClusterState) -> list[WorkerId]:
 def last_writer(cluster: ClusterState, culprit: WorkerId | None) -> WorkerId | None:
     """Who writes the job's last checkpoint: rank 0 or, if it is lost or raises its own error, the next rank that can.
 
-    Between worlds, that is the first rank with the newest commit. None: no worker holds the training state.
+    Between worlds, that is the first rank with the newest commit. None: no worker holds the training state, or some have ended well.
     """
+    if cluster.active is not None and cluster.active.succeeded:  # rank 0 may have written it, and ended
+        return None
     found = [w for w in holders(cluster) if w != culprit]
-    if cluster.stage is Stage.GATHERING:
+    receive = [w for w in found if w.host not in cluster.disconnected and not cluster.workers[w].unresponsive]
+    found = receive or found
+    if cluster.stage in (Stage.GATHERING, Stage.FORMING):
         return max(found, key=lambda w: (cluster.workers[w].clean, cluster.workers[w].commit), default=None)
     return next(iter(found), None)
 

@@ -61,7 +61,7 @@ def step(
     if worker is None or worker in cluster.workers:
         handle = _handle if worker is None else _handle_worker_event  # those of workers come in thousands
         cluster = handle(cluster, event, now, out)
-    if more and only_waits(before, cluster):
+    if more and only_waits(before, cluster, now):
         return cluster, tuple(out)
     if cluster.disconnected:
         cluster = connections.progress(cluster, now, out)

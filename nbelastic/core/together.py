@@ -19,7 +19,7 @@ from nbelastic.protocol.ids import WorkerId
 WAITS_FOR_ALL = (Stage.GATHERING, Stage.FORMING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
 
 
-def only_waits(before: ClusterState, cluster: ClusterState) -> bool:
+def only_waits(before: ClusterState, cluster: ClusterState, now: float) -> bool:
     """Whether only the reason would change: the stage waits for reports, or the world trains, and nothing else is under way."""
     job = cluster.active
     if cluster.stage is Stage.RUNNING:
@@ -29,6 +29,7 @@ def only_waits(before: ClusterState, cluster: ClusterState) -> bool:
     return (
         waits
         and cluster.stage is before.stage
+        and (cluster.stage is not Stage.PREPARING or now < cluster.prepare_by)
         and job is not None
         and not job.succeeded
         and cluster.stopped is before.stopped
@@ -49,7 +50,7 @@ def decide(cluster: ClusterState, events: Sequence[ev.Event], now: float) -> tup
     out: Commands = []
     senders = cluster.member_set if cluster.stage is Stage.RUNNING else cluster.awaiting
     events = events[: len(senders) - 1]  # the last report changes the stage
-    if not events or not only_waits(cluster, cluster) or deadlines.act(cluster, now, out) is not cluster or out:
+    if not events or not only_waits(cluster, cluster, now) or deadlines.act(cluster, now, out) is not cluster or out:
         return cluster, 0
     records: dict[WorkerId, Worker] = {}
     reported: dict[WorkerId, None] = {}

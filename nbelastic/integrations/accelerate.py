@@ -169,7 +169,7 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
             sampler.set_epoch(sampler.epoch + 1)
         self.iteration = sampler.epoch
         self.generator.manual_seed(seed_of(sampler.seed, sampler.epoch, sampler.used))
-        left = len(sampler)
+        left, outside = len(sampler), self._weight.present
         for batch in super().__iter__():
             size = min(self._batch, left)
             left -= size
@@ -179,7 +179,7 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
             self.end()  # an evaluation that was left is no longer the active one
             self.gradient_state._add_dataloader(self)
             yield batch
-        self._weight.present = 1.0
+        self._weight.present = outside  # that of the batch around this loop
         self._ended_epoch = sampler.epoch
 
 

@@ -124,6 +124,7 @@ class _ElasticFit:
     def _train(self, state: TorchState | ShardedState) -> None:
         """The elastic function: run Lightning's loops in this world."""
         trainer, is_over = self._trainer, False
+        state._modes.are_kept = False  # its hooks set modes when an epoch begins, and it goes on within one
         self._drop_data()  # Lightning may have asked for it before there was a world
         try:
             trainer.strategy.enter(state)
@@ -141,6 +142,8 @@ class _ElasticFit:
                 self._run_loops()
             is_over = True
         finally:
+            if trainer.validating or trainer.sanity_checking:
+                self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
             trainer.strategy.leave(is_over=is_over)
             self._drop_data()
 

@@ -12,6 +12,7 @@ class Modes:
     """The modes that layers had when they were noted first: at the program's beginning, or when they were added."""
 
     def __init__(self) -> None:
+        self.are_kept = True  # else a framework sets them
         self._modes: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
     def note(self, models: Iterable[torch.nn.Module]) -> None:
@@ -24,5 +25,5 @@ class Modes:
     def restore(self) -> None:
         """Set the modes again, layer by layer."""
         for layer, mode in self._modes.items():
-            if layer.training != mode:
+            if self.are_kept and layer.training != mode:
                 layer.training = mode

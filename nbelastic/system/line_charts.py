@@ -81,7 +81,7 @@ class _Axis:
     """Where a value is in the picture, between `start` and `end`."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high = low, high if high > low else low + 1
+        self.low, self.high = low, high if high > low else low + max(1.0, abs(low) * 1e-6)
         self.start, self.end = start, end
 
     def __call__(self, value: float) -> float:

@@ -7,12 +7,14 @@ import contextlib
 import io
 import logging
 import multiprocessing as mp
+import multiprocessing.util
 import os
 import runpy
 import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterable
 from multiprocessing import connection
 from typing import Any
@@ -52,7 +54,7 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
         raise
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as at an interpreter's end
-        atexit._run_exitfuncs()  # before Python 3.14 a fork of multiprocessing ends without
+        atexit._run_exitfuncs()  # a fork of multiprocessing ends without
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -94,11 +96,21 @@ def _reset_process(variables: tuple[str, ...]) -> None:
     for name in set(os.environ) - set(variables) - set(WORKER_VARIABLES):
         if not name.startswith("TORCHELASTIC_"):
             del os.environ[name]
-    atexit._clear()  # those of the template
-    atexit.register(logging.shutdown)
+    _drop_exit_handlers()
     mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`
+
+
+def _drop_exit_handlers() -> None:
+    """Those of the template are not for the script. Keep what Python itself does at a process's end."""
+    atexit._clear()
+    util: Any = multiprocessing.util
+    atexit.register(util._exit_function)  # ends child processes: in newer Pythons by this handler alone
+    atexit.register(logging.shutdown)
+    finalize: Any = weakref.finalize
+    finalize._registry.clear()
+    finalize._registered_with_atexit = False
 
 
 def _unbuffered(fd: int) -> io.TextIOWrapper:

@@ -93,7 +93,7 @@ def step_both_ways(before: ClusterState, event: ev.Event, now: float) -> tuple[C
     left_out, first = step(before, event, now, more=more)
     if more:
         _check_together(before, event, now, left_out, first)
-    if not (more and only_waits(before, left_out)):
+    if not (more and only_waits(before, left_out, now)):
         return left_out, first
     cluster, commands = step(before, event, now)
     _compare(left_out, first, event, now, cluster, commands)

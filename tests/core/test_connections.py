@@ -139,8 +139,9 @@ def test_no_worker_is_started_where_no_order_arrives():
     story.add("d:1").kill("c/0#1")
     story.quiet(2.0)
     assert story.alive() == ["a/0#1", "d/0#1"]
-    story.send(HostReconnected("c"))
     story.scale(1, 3)
+    assert story.alive("c") == []
+    story.send(HostReconnected("c"))
     story.quiet(2.0)
     assert story.alive("c") == ["c/0#2"]
 
