@@ -103,7 +103,7 @@ def _reset_process(variables: tuple[str, ...]) -> None:
 
 
 def _drop_exit_handlers() -> None:
-    """Those of the template are not for the script. Keep what Python itself does at a process's end."""
+    """Drop the template's handlers, but keep what Python itself does at a process's end."""
     atexit._clear()
     util: Any = multiprocessing.util
     atexit.register(util._exit_function)  # ends child processes: in newer Pythons by this handler alone
