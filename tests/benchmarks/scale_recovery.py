@@ -3,8 +3,8 @@
 Driver, core, the server's code, relays and deliveries are the real ones. They run in one thread, without sockets and
 heartbeats. The CPU time of the simulated hosts is not counted. All messages of a host that wait go into one bundle.
 
-One worker dies and all others raise. `abort` lasts until the aborts are sent, `break` lasts until the survivors' next world runs, and `rejoin` from then until
-its replacement trains too. `calls` are Python function calls per worker in both, in one more recovery with `--profile`.
+One worker dies and all others raise. `abort` lasts until the aborts are sent, `break` until the survivors' next world runs, and
+`rejoin` from then until its replacement trains too. `calls` are Python function calls per worker in both, in one more recovery with `--profile`.
 """
 
 from __future__ import annotations
