@@ -211,7 +211,7 @@ class _Loop:
             self._enter(formation, offer, again)
             frameworks().check()
             contents, tensors = self._state._contents, self._state._tensors
-            with unchanged_by_ddp(contents, tensors, lambda: session.check(contents.device())):
+            with unchanged_by_ddp(contents, tensors, lambda: session.check(contents.device()), session.on_any_rank):
                 value = self._call()
             self.swap.check_kept()
             session.finish_gpu_work()  # a collective that was aborted on the GPU may have ended the function

@@ -10,37 +10,49 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed.utils as distributed_utils
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from nbelastic.state.contents import Contents
-from nbelastic.state.tensor_snapshot import TensorSnapshot
+from nbelastic.state.tensor_snapshot import TensorSnapshot, clone_all, copy_all
 
 _signature = functools.lru_cache(maxsize=2)(inspect.signature)  # it takes longer than the rest of a patch
 MOST_CHECKS = 100  # of one DDP: a program that reduces its gradients itself never has buckets made
 
 
 @contextlib.contextmanager
-def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callable[[], object]) -> Iterator[None]:
-    """Inside this context, DDP's constructor sends nothing of a module that is in the state: all ranks have the same.
+def unchanged_by_ddp(
+    contents: Contents,
+    tensors: TensorSnapshot,
+    check: Callable[[], object],
+    on_any_rank: Callable[[bool, Any], bool],
+) -> Iterator[None]:
+    """Inside this context, DDP's constructor changes a tensor only where rank 0 has another value, and only in a whole world.
 
-    It sends rank 0's values of any other module, into the live tensors. On an accelerator an abort leaves garbage there,
-    and no error: then `check()` raises, and the tensors count as changed.
+    It sends nothing if the state has the whole module, unchanged since the last commit, on all ranks of its group: then they have
+    the same. Otherwise `_beside` receives what it sends. On an accelerator an abort leaves garbage in what was received, and no
+    error: then `check()` raises.
 
     Before an early forward pass, mostly its second, DDP sends rank 0's sizes of buckets, and allocates what it has received:
     gigabytes, of garbage. `check()` comes before that, and after an error of it.
     """
     original, forward = DistributedDataParallel.__init__, DistributedDataParallel._pre_forward
+    send = distributed_utils._sync_params_and_buffers
     signature = _signature(original)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
-        with tensors.unchanged():
-            if _is_in(contents, given.arguments.get("module")):
-                given.arguments["init_sync"] = False
+        given.apply_defaults()
+        options = given.arguments
+        if options["init_sync"]:
+            may_differ = tensors.changed() or not _is_in(contents, options["module"])
+            options["init_sync"] = on_any_rank(may_differ, _group(options["process_group"], options["device_mesh"]))
+        try:
             original(*given.args, **given.kwargs)
-            check()
+        finally:
+            check()  # also after an error, of garbage that it took for another rank's shapes
 
     passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -60,10 +72,49 @@ def unchanged_by_ddp(contents: Contents, tensors: TensorSnapshot, check: Callabl
         return (checked if _may_rebuild(ddp) else forward)(ddp, *args, **kwargs)
 
     DistributedDataParallel.__init__, DistributedDataParallel._pre_forward = patched, before_forward
+    distributed_utils._sync_params_and_buffers = _beside(send, check)
     try:
         yield
     finally:
         DistributedDataParallel.__init__, DistributedDataParallel._pre_forward = original, forward
+        distributed_utils._sync_params_and_buffers = send
+
+
+def _beside(send: Callable[..., object], check: Callable[[], object]) -> Callable[..., None]:
+    """`send`, but it receives into new memory, and then changes the tensors whose values differ.
+
+    So a rank whose world breaks meanwhile keeps its commit. It takes memory for one bucket and what differs.
+    """
+
+    def sync(process_group: Any, module_states: list[torch.Tensor], broadcast_bucket_size: int, src: int) -> None:
+        different: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for bucket in _buckets(module_states, broadcast_bucket_size):
+            received = clone_all(bucket)
+            send(process_group, received, broadcast_bucket_size, src)
+            different += [pair for pair in zip(received, bucket, strict=True) if not torch.equal(*pair)]
+        check()
+        copy_all([new for new, _ in different], to=[live for _, live in different])
+
+    return sync
+
+
+def _buckets(tensors: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors in their order, in lists of about `size` bytes."""
+    bucket: list[torch.Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        filled += tensor.nbytes
+        if filled >= size:
+            yield bucket
+            bucket, filled = [], 0
+    if bucket:
+        yield bucket
+
+
+def _group(process_group: Any, device_mesh: Any) -> Any:
+    """The group of a DDP with these arguments; None: the default one."""
+    return device_mesh.get_group(mesh_dim=0) if process_group is None and device_mesh is not None else process_group
 
 
 def _may_rebuild(ddp: Any) -> bool:

@@ -7,8 +7,7 @@ this should change are left out: see `commit` and `expect_changes`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -66,14 +65,6 @@ class TensorSnapshot:
     def forget(self) -> None:
         """From now on `changed` is true, until the next commit."""
         self._versions = None
-
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Do not count changes inside this context: they leave every number as it was."""
-        before = self.changed()
-        yield
-        if not before:
-            self._versions = versions(self._watched)
 
     def first_changed(self) -> torch.Tensor | None:
         """The first watched tensor that has changed, if it is known."""

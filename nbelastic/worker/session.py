@@ -329,12 +329,13 @@ class Session:
             self._groups.synchronize(all_streams=True)
             self.raise_if_over()
 
-    def on_any_rank(self, mine: bool) -> bool:
-        """Collective: whether `mine` is true on any rank."""
+    def on_any_rank(self, mine: bool, group: Any = None) -> bool:
+        """Collective: whether `mine` is true on any rank, of this group or of all."""
         if self.formation is None or self.formation.world_size == 1:
             return mine
-        found = torch.tensor([mine], dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        kinds = [kind.type for kind in (group or dist.group.WORLD)._device_types]
+        found = torch.tensor([mine], dtype=torch.uint8, device="cpu" if "cpu" in kinds else kinds[0])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         self.check(found.device)
         return bool(found)
 

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nbelastic import StateError, TorchState
-from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.tensor_snapshot import ALIGNMENT, allocate
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.process_group import collectives
-from tests.state.training import backward, copies, network, step, weights
+from tests.state.training import backward, copies, network, step, weights, wrapping
 
 
 def test_a_collective_between_step_and_commit_is_noticed(group, begun, capsys):
@@ -116,31 +115,6 @@ def test_wrapping_the_model_does_not_change_it(group, begun, capsys):
         ddp = nn.parallel.DistributedDataParallel(model)
     assert not state.clean
     del ddp
-
-
-def wrapping(state, check=lambda: None):
-    return unchanged_by_ddp(state._contents, state._tensors, check)
-
-
-def test_a_model_with_more_than_the_state_has_is_sent_and_checked(group, begun):
-    """The constructor sends the values of a layer that is not in the state. If an abort cut that off, the state is not clean."""
-    model, optimizer = network()
-    state = begun(TorchState(model=model, optimizer=optimizer))
-    step(model, optimizer)
-    state.commit()
-    larger = nn.Sequential(model, nn.Linear(2, 2))
-    before = collectives()
-    with wrapping(state):
-        nn.parallel.DistributedDataParallel(larger)
-    assert collectives() > before
-    assert state.clean
-
-    def aborted():
-        raise WorldAborted
-
-    with wrapping(state, aborted), pytest.raises(WorldAborted):
-        nn.parallel.DistributedDataParallel(larger)
-    assert not state.clean
 
 
 def test_ddp_receives_no_sizes_in_a_world_that_is_over(group, begun):
