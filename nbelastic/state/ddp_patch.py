@@ -91,11 +91,17 @@ def _beside(send: Callable[..., object], check: Callable[[], object]) -> Callabl
         for bucket in _buckets(module_states, broadcast_bucket_size):
             received = clone_all(bucket)
             send(process_group, received, broadcast_bucket_size, src)
-            different += [pair for pair in zip(received, bucket, strict=True) if not torch.equal(*pair)]
+            different += [pair for pair in zip(received, bucket, strict=True) if not _have_same_bytes(*pair)]
         check()
         copy_all([new for new, _ in different], to=[live for _, live in different])
 
     return sync
+
+
+def _have_same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """NaN equals itself here, and 0.0 differs from -0.0."""
+    mine, others = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(mine, others)
 
 
 def _buckets(tensors: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:

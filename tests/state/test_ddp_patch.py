@@ -104,6 +104,19 @@ def test_equal_values_are_no_change(group, begun):
     assert state.clean
 
 
+@pytest.mark.parametrize(("mine", "theirs", "is_clean"), [(float("nan"), float("nan"), True), (0.0, -0.0, False)])
+def test_values_are_compared_by_their_bytes(group, begun, rank_0_has, mine, theirs, is_clean):
+    """The same NaN on both ranks is not a change, though NaN differs from itself; a zero of the other sign is one."""
+    model, optimizer = network()
+    for tensor in model.parameters():
+        nn.init.constant_(tensor, mine)
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    rank_0_has(theirs)
+    with wrapping(state, on_any_rank=another_has_changed):
+        DistributedDataParallel(model)
+    assert state.clean is is_clean
+
+
 @pytest.mark.parametrize("has_copies", [False, True])
 def test_a_world_that_breaks_while_ddp_sends_leaves_the_commit(group, begun, rank_0_has, has_copies):
     """What an abort leaves in the received tensors is not used: the rank still holds its commit, with and without copies."""
