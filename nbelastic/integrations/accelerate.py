@@ -110,7 +110,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             raise UsageError(
                 f"a DataLoader with a {type(sampler).__name__} would begin its epoch again after each change of the world: "
                 "put sampler=nbe.ElasticSampler(data) into the state, and make DataLoader(data, …, sampler=state.sampler). "
-                "For an evaluation, leave the sampler out."
+                "torch.utils.data.Subset chooses samples. For an evaluation, leave the sampler out."
             )
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 

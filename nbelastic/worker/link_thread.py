@@ -293,7 +293,7 @@ class LinkThread:
         run_in_thread(partial(shutil.rmtree, kept_state_folder(self._relay, self._worker), ignore_errors=True))
 
     def _end_hung(self) -> NoReturn:
-        """End this process. If the job is stopped, no other rank writes the checkpoint that rank 0 would have written."""
+        """End this process. If the job is stopped, no other rank writes the last checkpoint in the place of this one."""
         os.write(2, HUNG_TEXT)
         try:
             if self._protocol.quit is not None and self.holder is not None:
