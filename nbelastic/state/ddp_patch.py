@@ -101,7 +101,7 @@ def _beside(send: Callable[..., object], check: Callable[[], object]) -> Callabl
 def _have_same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """NaN equals itself here, and 0.0 differs from -0.0."""
     mine, others = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second))
-    return torch.equal(mine, others)
+    return bool(torch.equal(mine, others))
 
 
 def _buckets(tensors: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:

@@ -57,20 +57,21 @@ class Offer:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((address, 0))
         listener.listen(1024)
-        port = listener.getsockname()[1]
+        self.listener = endpoint(*listener.getsockname())
+        port = self.listener[1]
         self.endpoint = f"{bracketed(address)}:{port}"
-        self._listener = listener.detach()  # the store owns it from now on, and keeps it open
+        self._descriptor = listener.detach()  # the store owns it from now on, and keeps it open
         self.store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener, timeout=timeout
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._descriptor, timeout=timeout
         )
 
     def admit_all(self) -> None:
         """Let every address connect: members may be on hosts that joined after the offer."""
-        admit_all(self._listener)
+        admit_all(self._descriptor)
 
     def admit_only(self, addresses: Iterable[str]) -> None:
         """Let only these addresses connect."""
-        admit_only(self._listener, addresses)
+        admit_only(self._descriptor, addresses)
 
 
 GLOO = dist.ProcessGroupGloo
@@ -185,12 +186,12 @@ class Group:
         """Exchange the endpoints of all members' listeners before any member connects: they identify the connections."""
         assert self.connections is not None
         self._gloo, self._listener, (address, port) = _new_device()
-        self.connections.ports |= {port}
+        self.connections.listeners |= {(address, port)}
         store.set(f"listener/{rank}", f"{address} {port}")
         texts = store.multi_get([f"listener/{other}" for other in range(size)])
         endpoints = (text.decode().split() for text in texts)
         self._listeners = frozenset((address, int(number)) for address, number in endpoints)
-        self.connections.others |= self._listeners
+        self.connections.listeners |= self._listeners
         return self._make(store, rank, size, timeout)
 
     def _make(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -219,13 +220,13 @@ class Group:
         """Connect to rank 0's store. Rank 0 connects too: the server's own client must outlive an abort of this group."""
         self.connections = connections = Connections()
         address, port = split_endpoint(formation.store)
-        connections.others = frozenset({endpoint(address, port)})
+        connections.listeners = frozenset({endpoint(address, port)})
         if formation.rank == 0:
             if offer is None or offer.endpoint != formation.store:
                 raise ValueError("the store that this rank offered does not exist any more")
             offer.admit_all()
             self._offer = offer
-            connections.ports = frozenset({port})
+            connections.listeners |= {offer.listener}
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         self._refuse_if_abandoned()
         self._store = PrefixStore(f"generation/{formation.generation}", client)

@@ -16,14 +16,13 @@ _NETWORK = (socket.AF_INET, socket.AF_INET6)
 
 
 class Connections:
-    """Sockets opened after this was made: listeners on `ports`, and connections between those and `others`."""
+    """Sockets opened after this was made that are at one of `listeners`, or connected with one."""
 
     def __init__(self) -> None:
         self._ended: dict[str, socket.socket] = {}  # by inode, what keeps the connection open
         self._found: set[str] = set()  # the inodes of those that were connected: they stay what they are
         self._before = open_sockets()
-        self.ports: frozenset[int] = frozenset()  # of this process's listeners
-        self.others: frozenset[Endpoint] = frozenset()  # listeners of other members, and the store
+        self.listeners: frozenset[Endpoint] = frozenset()  # of all members, and the store's
 
     def now(self) -> dict[str, int]:
         """The open ones: `socket:[inode]` -> file descriptor. In any thread."""
@@ -63,7 +62,10 @@ class Connections:
             if ours is None:
                 return False
             with contextlib.suppress(OSError):  # not connected any more, or not yet
-                return endpoint(*ours.getsockname())[1] in self.ports or endpoint(*ours.getpeername()) in self.others
+                # With their addresses: a listener at another one, such as NCCL's or the user's, may have the same port.
+                return (
+                    endpoint(*ours.getsockname()) in self.listeners or endpoint(*ours.getpeername()) in self.listeners
+                )
         return False
 
 

@@ -99,7 +99,9 @@ class Stream(IterableDataset):
 )
 def test_a_loader_that_chooses_samples_itself_is_refused(accelerator, options):
     """It would begin its epoch again in each world; the line says what to give."""
-    with pytest.raises(UsageError, match=r"make DataLoader\(data, …, sampler=state.sampler\)\. torch.utils.data.Subset chooses"):
+    with pytest.raises(
+        UsageError, match=r"make DataLoader\(data, …, sampler=state.sampler\)\. torch.utils.data.Subset chooses"
+    ):
         accelerator.prepare(DataLoader(DATA, **options))
 
 

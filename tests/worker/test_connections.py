@@ -85,11 +85,25 @@ def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
     group.abort()
     group.leave()
     assert len(theirs) == 6
+    assert not select.select([theirs[1], theirs[2], theirs[4], theirs[5]], [], [], 0)[0]  # none has reached its end
     for caller, accepted in (theirs[1:3], theirs[4:6]):
         caller.sendall(b"still here")
         assert accepted.recv(10) == b"still here"
     for one in theirs:
         one.close()
+
+
+def test_a_port_at_another_address_is_not_the_groups():
+    """NCCL's listener, or the user's, has the same port as gloo's, at another address: its connections are never ended."""
+    group = form(1, 1)
+    ((address, port),) = group._listeners
+    assert address != "127.0.0.2"
+    with socket.create_server(("127.0.0.2", port)) as server, socket.create_connection(server.getsockname()):
+        accepted = server.accept()[0]
+        group.abort()
+        group.leave()
+        with accepted, pytest.raises(BlockingIOError):  # there is no data, and no end of the data
+            accepted.recv(1, socket.MSG_DONTWAIT)
 
 
 def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
@@ -124,7 +138,7 @@ def aborted_connection():
     connections = Connections()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
         other.settimeout(20)
-        connections.ports = frozenset({server.getsockname()[1]})
+        connections.listeners = frozenset({server.getsockname()})
         aborted = server.accept()[0]
         with aborted:
             aborted.setblocking(False)  # as gloo's are
