@@ -41,9 +41,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 ABORT_ARRIVES = 1.0  # seconds; after them a report from the broken generation means that the abort was lost
-ABORT_WAITS = (
-    0.001  # seconds more for each member: with many, a report may only have waited until the driver could handle it
-)
+ABORT_WAITS = 0.001  # seconds more for each member: a report of one of many may have waited for the driver
 # In errors after which a process may not be able to use its GPU any more: see `worker.gpu_errors`.
 GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUDNN_STATUS_")
 # In errors of torch. A newcomer may find memory on its GPU that an ended worker has held for a moment longer.

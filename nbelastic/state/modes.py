@@ -24,6 +24,6 @@ class Modes:
 
     def restore(self) -> None:
         """Set the modes again, layer by layer."""
-        for layer, mode in self._modes.items():
-            if self.are_kept and layer.training != mode:
+        for layer, mode in self._modes.items() if self.are_kept else ():
+            if layer.training != mode:
                 layer.training = mode

@@ -117,9 +117,8 @@ class Channel:
         """Begin to send `flat` (contiguous, where the channel sends), or to receive into it. Returns the works to wait for."""
         flat = flat.view(torch.uint8)  # gloo does not support all types of numbers
         if self.receives:
-            torch.autograd.graph.increment_version(
-                flat
-            )  # a group's writes are not counted as changes, and snapshots count
+            # A group's writes are not counted as changes, and snapshots go by that number.
+            torch.autograd.graph.increment_version(flat)
         if self._on_accelerator(flat.device):
             return [work for piece in flat.split(PIECE) for work in self._pass_on(piece)]
         if self._all:

@@ -275,9 +275,8 @@ class Server:
                     self._reports[peer, frames[0][:KIND]] = frames[0]
                 return
             if self._reports:
-                self._reports.pop(
-                    (peer, frames[0][:KIND]), None
-                )  # an older report must not be handled after this message
+                # An older report must not be handled after this message.
+                self._reports.pop((peer, frames[0][:KIND]), None)
         elif frames == [b""]:
             self.heard_at[peer] = now
             return
