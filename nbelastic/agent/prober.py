@@ -32,6 +32,7 @@ PORTS = 20  # free ports of the first address that are tried until one is free o
 CLOSE_TIMEOUT = 0.5  # seconds in which the thread ends
 CHECK_INTERVAL = 0.1  # seconds between two counts of open descriptors
 MOST_OPEN = 8192  # descriptors of this process, or half of its limit: with more it accepts no connections for a while
+PER_SOCKET = 3  # descriptors of a socket that connects, at most
 _QUESTION = b"who"
 _ZAP = "inproc://zeromq.zap.01"
 _SOCKET_OPTIONS = {
@@ -67,6 +68,10 @@ class _Probe:
     def all_reached(self) -> bool:
         return len(self.reached) == len(set(self.endpoints))
 
+    def is_due(self, now: float) -> bool:
+        """Whether another connection to each address is to be made."""
+        return now >= self.retry_at and self.attempts < ATTEMPTS
+
 
 class Prober:
     """Answers other probers, and probes them, in its own thread, from `start()` to `close()`.
@@ -96,6 +101,7 @@ class Prober:
     def start(self) -> None:
         """Return when it listens. OSError if it can listen at no address."""
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_OPEN)  # ZeroMQ's own limit is 1023
         try:
             self._zap = self._context.socket(zmq.REP)
             self._zap.linger = 0
@@ -184,9 +190,7 @@ class Prober:
         now = time.monotonic()
         while self._inbox:
             self._probes.append(self._inbox.popleft())
-        for probe in self._probes:
-            if now >= probe.retry_at and probe.attempts < ATTEMPTS:
-                self._connect(probe, now)
+        self._connect_due(now)
         for probe in [probe for probe in self._probes if probe.all_reached or now >= probe.until]:
             self._finish(probe)
         times = [p.until if p.attempts >= ATTEMPTS else min(p.until, p.retry_at) for p in self._probes]
@@ -238,6 +242,16 @@ class Prober:
             if frames == [_QUESTION]:
                 self._server.send_multipart([peer, self._host.encode()], zmq.NOBLOCK)
 
+    def _connect_due(self, now: float) -> None:
+        """Make the connections that are due, as far as there are descriptors: to hosts that were tried least first."""
+        free = self._most_open // PER_SOCKET - sum(len(probe.sockets) for probe in self._probes)
+        for probe in sorted((probe for probe in self._probes if probe.is_due(now)), key=lambda probe: probe.attempts):
+            free -= len(probe.endpoints)
+            if free >= 0:
+                self._connect(probe, now)
+            else:
+                probe.retry_at = now + RETRY_INTERVAL
+
     def _connect(self, probe: _Probe, now: float) -> None:
         """Make another connection to each address that has not answered: lost packets do not delay it."""
         probe.attempts += 1
@@ -245,7 +259,10 @@ class Prober:
         for each in probe.endpoints:
             if each in probe.reached:
                 continue
-            socket = self._socket(zmq.DEALER)
+            try:
+                socket = self._socket(zmq.DEALER)
+            except zmq.ZMQError:  # no descriptor is left
+                return
             socket.curve_serverkey = self._keys.client_public.encode()
             try:
                 socket.connect(each)

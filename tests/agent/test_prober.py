@@ -214,6 +214,17 @@ def test_many_probes_at_once():
             one.close()
 
 
+def test_many_hosts_that_do_not_answer_leave_the_prober_alive():
+    """The first host of a cluster probes each host that comes. All have results, also if they come at once and none answers."""
+    with running("gpu1") as one, running("gpu2") as two:
+        answers, silent = Queue(), free_port()
+        for n in range(1, 201):
+            one.probe(f"new{n}", [f"tcp://127.0.{address}.{n}:{silent}" for address in range(3)], 3.0, answers.put)
+        assert ask(one, "gpu2", two.endpoints)[0] == ("127.0.0.1",)
+        assert [answers.get(timeout=60) for _ in range(200)] == [()] * 200
+        assert ask(one, "gpu2", two.endpoints)[0] == ("127.0.0.1",)
+
+
 def test_an_error_in_a_callback_is_logged(caplog):
     """An error in a callback is logged, and the prober continues."""
     with running() as one:
