@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.system import open_files
+from nbelastic.system.cpu_count import usable_cpus
 from nbelastic.system.first_line import read_first_line
 from nbelastic.system.folder_paths import compiler_cache
 
@@ -65,7 +66,7 @@ def _set_up_process(settings: dict[str, Any]) -> None:
     open_files.raise_limit()  # gloo ends a worker at its limit, and connections of other programs count, too
     os.environ.update(settings["defaults"] | dict(os.environ) | settings["environment"])
     os.environ["NBELASTIC_PRELOAD"] = ",".join(settings["preload"])
-    threads = settings["threads"] or str(max(1, (os.cpu_count() or 1) // int(settings["settings"]["slots"])))
+    threads = settings["threads"] or str(max(1, usable_cpus() // int(settings["settings"]["slots"])))
     # torch looks up the name of each address that its stores connect to. A lost answer would delay a new world by 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     # torch makes this folder as it is imported. Its default has a name that another user can foresee, and is open to all.

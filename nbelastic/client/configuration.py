@@ -31,6 +31,7 @@ from nbelastic.provision.discovery import source_of
 from nbelastic.provision.kubernetes_api import check_installed, own_namespace
 from nbelastic.provision.pod_manifest import parse_options
 from nbelastic.provision.sbatch_options import check_time_limit, gpus_of
+from nbelastic.system.cpu_count import usable_cpus
 from nbelastic.system.gpu_count import visible_gpus
 
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: 1 lets several ranks use one GPU
@@ -121,7 +122,7 @@ def _default_slots(given: Mapping[str, Any]) -> int:
     A pod has one: its option `gpus` counts those of a slot.
     """
     if given["launcher"] == SSH:
-        return visible_gpus() or max(given["min"], os.cpu_count() or 1)
+        return visible_gpus() or max(given["min"], usable_cpus())
     return 1 if given["launcher"] == KUBERNETES else gpus_of(given["launcher_options"] or {}) or 1
 
 

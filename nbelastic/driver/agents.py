@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -36,6 +35,7 @@ from nbelastic.provision.process_agent import AdoptedAgent
 from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.system.addresses import bracketed
+from nbelastic.system.cpu_count import usable_cpus
 from nbelastic.system.folder_paths import batch_folder
 from nbelastic.system.terminal_text import printable_line
 from nbelastic.transport.keys import Keys
@@ -273,7 +273,7 @@ class Agents:
             if local:
                 handle.local_slots = spec.slots  # all local hosts share this machine's cores
                 slots = sum(each.local_slots for each in self._handles.values())
-                config["threads"] = str(max(1, (os.cpu_count() or 1) // slots))
+                config["threads"] = str(max(1, usable_cpus() // slots))
             else:
                 self._tunnel_ports.open([int(self._server.address.rpartition(":")[2])])
                 if not self._settings.tunnels:
