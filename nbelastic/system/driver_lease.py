@@ -53,14 +53,21 @@ class LeaseWatch:
         self._lease, self._seen = driver_lease, time.monotonic()
 
     def has_expired(self, now: float) -> bool:
-        """The cluster has ended, or its driver is dead and the lease has expired or the owner has ended."""
-        driver = self._lease.driver
-        if driver is None:
-            return True
-        if is_alive(driver):
-            self._seen = now
-            return False
-        return now - self._seen > self._lease.lease or self._lease.owner_has_ended
+        """The cluster has ended, or its driver is dead and the lease has expired or the owner has ended.
+
+        If that cannot be read, because strangers have taken the last descriptor of this process, only the lease counts.
+        """
+        try:
+            driver = self._lease.driver
+            if driver is None:
+                return True
+            if is_alive(driver):
+                self._seen = now
+                return False
+            owner_has_ended = self._lease.owner_has_ended
+        except OSError:
+            owner_has_ended = False
+        return now - self._seen > self._lease.lease or owner_has_ended
 
 
 def wait_for_lease_expiry(driver_lease: DriverLease) -> None:
