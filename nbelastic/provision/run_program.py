@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 from nbelastic.errors import DiscoveryError
 from nbelastic.system.processes import kill_group
 
-MOST_OUTPUT = 1 << 20  # bytes that a program may write
+MOST_OUTPUT = 1 << 20  # bytes that a program may write, if the caller does not allow more
 LAST_OUTPUT_TIMEOUT = 0.5  # seconds to read the rest after the exit, if a process of the same group keeps the pipe open
 
 
@@ -25,16 +25,16 @@ class ProgramResult(NamedTuple):
 
 
 async def run_program(
-    command: Sequence[str], seconds: float, *, name: str = "", folder: str | None = None
+    command: Sequence[str], seconds: float, *, name: str = "", folder: str | None = None, most: int = MOST_OUTPUT
 ) -> ProgramResult:
     """Run a program to its end, without input. Its process group is killed before this call returns.
 
-    DiscoveryError if the program cannot be run, takes longer than `seconds`, or writes more than 1 MiB.
+    DiscoveryError if the program cannot be run, takes longer than `seconds`, or writes more than `most` bytes.
     Error texts name it `name`.
     """
     name = name or command[0]
     process, stdout, stderr = _start(command, name, folder)
-    exit_watch, out, err = _ExitWatch(process.pid), _PipeReader(stdout), _PipeReader(stderr)
+    exit_watch, out, err = _ExitWatch(process.pid), _PipeReader(stdout, most), _PipeReader(stderr, most)
     try:
         async with asyncio.timeout(seconds):
             await _wait_for_any(exit_watch.exited, out.overflowed, err.overflowed)
@@ -51,7 +51,7 @@ async def run_program(
         for reader in (exit_watch, out, err):
             reader.close()
     if out.overflowed.is_set() or err.overflowed.is_set():
-        raise DiscoveryError(f"{name} wrote more than {MOST_OUTPUT >> 20} MiB: it must print one host per line only.")
+        raise DiscoveryError(f"{name} wrote more than {most >> 20} MiB: it must print one host per line only.")
     return ProgramResult(process.returncode or 0, out.text(), err.text())
 
 
@@ -88,12 +88,12 @@ class _ExitWatch:
 
 
 class _PipeReader:
-    """Reads a program's output as it is written, up to MOST_OUTPUT bytes."""
+    """Reads a program's output as it is written, up to `most` bytes."""
 
-    def __init__(self, pipe: IO[bytes]) -> None:
+    def __init__(self, pipe: IO[bytes], most: int) -> None:
         self.ended, self.overflowed = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._pipe, self._output = pipe, bytearray()
+        self._pipe, self._most, self._output = pipe, most, bytearray()
         os.set_blocking(pipe.fileno(), False)
         self._loop.add_reader(pipe.fileno(), self._read)
 
@@ -103,7 +103,7 @@ class _PipeReader:
         except BlockingIOError:
             return
         self._output += data
-        if len(self._output) > MOST_OUTPUT:
+        if len(self._output) > self._most:
             self.overflowed.set()
         if not data or self.overflowed.is_set():
             self.ended.set()

@@ -16,6 +16,7 @@ from nbelastic.protocol.ids import HostSpec
 from nbelastic.provision.run_program import run_program
 
 TIMEOUT = 20.0  # seconds that scontrol may take; it waits 10 s by itself for a busy controller
+MOST_OUTPUT = 64 << 20  # bytes that scontrol may print; about 1.2 kB per node
 POLL = 5.0  # seconds between two queries of Slurm's controller, which many users share
 UNUSABLE = ("DOWN", "DRAIN", "FAIL", "ERROR", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")  # beginnings of states
 _GPUS = re.compile(r"\bgpu(?::[^:,()\s]+)??:(\d+)(?=[(,\s]|$)")
@@ -78,7 +79,7 @@ class SlurmDiscovery:
 
     async def _query(self) -> tuple[HostSpec, ...]:
         found: dict[str, int] = {}
-        for job in jobs(await scontrol("-d", "show", "job", self._job)):
+        for job in jobs(await scontrol("-d", "show", "job", self._job), self._job):
             if job.state != "RUNNING":
                 raise DiscoveryError(
                     f"the Slurm job {self._job} of this process is {job.state}: it has no usable nodes now."
@@ -101,15 +102,19 @@ class SlurmDiscovery:
 
 async def scontrol(*words: str) -> str:
     """The output of scontrol. DiscoveryError with its message if it fails."""
-    code, out, err = await run_program(["scontrol", *words], TIMEOUT)
+    code, out, err = await run_program(["scontrol", *words], TIMEOUT, most=MOST_OUTPUT)
     if code:
         raise DiscoveryError(f"scontrol {' '.join(words)} failed with exit code {code}: {(err or out).strip()[-500:]}")
     return out
 
 
-def jobs(text: str) -> list[Job]:
-    """The components of a job, from `scontrol -d show job`; one if the job is not heterogeneous."""
-    return [_job(part) for part in re.split(r"\n\s*\n", text) if "JobState=" in part]
+def jobs(text: str, number: str) -> list[Job]:
+    """The components of this job, from `scontrol -d show job`; one if the job is not heterogeneous.
+
+    One task of an array has the array's number. For that Slurm also shows the other tasks, which are other jobs.
+    """
+    parts = (part for part in re.split(r"\n\s*\n", text) if "JobState=" in part)
+    return [_job(part) for part in parts if " ArrayJobId=" not in part or re.match(rf"\s*JobId={number}\s", part)]
 
 
 def _job(text: str) -> Job:

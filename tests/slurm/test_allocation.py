@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 
 import pytest
 
@@ -62,6 +63,38 @@ def test_a_job_that_shrinks(slurm):
         assert find_hosts() == ["n2:2"]
 
 
+IN_A_TASK = """
+import asyncio, os, pathlib, time
+from nbelastic.provision.slurm import SlurmDiscovery
+own = os.environ["SLURM_ARRAY_TASK_ID"]
+pathlib.Path("runs-" + own).touch()
+while not (pathlib.Path("runs-1").exists() and pathlib.Path("runs-2").exists()):
+    time.sleep(0.1)
+try:
+    found = " ".join(host.name for host in asyncio.run(SlurmDiscovery().hosts()))
+except Exception as error:
+    found = repr(error)
+pathlib.Path("new-" + own).write_text(os.environ["SLURMD_NODENAME"] + " has " + found)
+pathlib.Path("new-" + own).rename("found-" + own)
+while not pathlib.Path("done").exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("tasks", ["1-2", "1-3"])
+def test_a_task_of_an_array_has_its_own_nodes(slurm, tmp_path, tasks):
+    """The number of one task's job is also that of the array. The nodes of the other tasks are not its own; one may be queued."""
+    (tmp_path / "task.py").write_text(IN_A_TASK)
+    job = slurm("sbatch", "--parsable", f"--array={tasks}", "-N1", "--exclusive", f"--chdir={tmp_path}",
+                "--output=/dev/null", f"--wrap={sys.executable} task.py").strip()  # fmt: skip
+    until(lambda: len(list(tmp_path.glob("found-*"))) == 2, 30, "both tasks to find their hosts")
+    found = sorted(file.read_text() for file in tmp_path.glob("found-*"))
+    (tmp_path / "done").touch()
+    slurm("scancel", job)
+    until(slurm.idle, 30, "the nodes to be idle")
+    assert found == ["n1 has n1", "n2 has n2"]
+
+
 def test_a_suspended_job_is_an_error(slurm):
     """A discovery that fails leaves the known hosts as they are."""
     with slurm.allocation("-N1") as find_hosts:
@@ -87,6 +120,24 @@ def test_outside_an_allocation(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(nbe.DiscoveryError, match=r"not in a Slurm job .*salloc or sbatch"):
         discovery.find_discovery("slurm", None)
+
+
+def test_an_allocation_of_2000_nodes(tmp_path, monkeypatch):
+    """For each node Slurm prints about 1.2 kB."""
+    job = JOB.format(nodes="a[1-2000]", n=2000, total=8000, tasks=2000, cpus=1, each=4, ids="0-3", gres="")
+    program = tmp_path / "scontrol"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nnames = [f'a{{n}}' for n in range(1, 2001)]\n"
+        f"if 'job' in sys.argv: print({job!r})\n"
+        "elif 'hostnames' in sys.argv: print(*names)\n"
+        "else: print(*(f\"NodeName={name} State=ALLOCATED Comment={'x' * 1200}\" for name in names), sep='\\n')\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    hosts = asyncio.run(slurm_discovery.SlurmDiscovery().hosts())
+    assert len(hosts) == 2000
+    assert {host.slots for host in hosts} == {4}
 
 
 def test_the_name_slurm_is_known(slurm, monkeypatch):
@@ -137,7 +188,7 @@ def test_slots_from_the_output_of_scontrol(asked, slots):
             **asked,
         }
     )
-    (job,) = slurm_discovery.jobs(text)
+    (job,) = slurm_discovery.jobs(text, "7")
     assert (job.state, job.nodes) == ("RUNNING", "a[1-2]")
     assert slurm_discovery.slots_on(job, job.shares["a[1-2]"]) == slots
 
