@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import signal
@@ -13,11 +12,10 @@ from pathlib import Path
 from subprocess import STDOUT, Popen
 from typing import IO, Any
 
+from nbelastic.system.first_line import write_first_line
 from nbelastic.system.private_files import append_private
 from nbelastic.system.process_identity import identity, is_alive, pid_of, pidfd_of
 from nbelastic.system.processes import kill_group, last_output
-
-PIPE_BUFFER = 1 << 16  # bytes that a pipe of Linux holds; a user may set up to 1 MiB
 
 
 def _self_held_pipe() -> IO[bytes]:
@@ -62,10 +60,15 @@ class ProcessAgent:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         line = json.dumps(config).encode() + b"\n"
         with os.fdopen(append_private(self._log), "ab") as out, _self_held_pipe() as stdin:
-            if len(line) > PIPE_BUFFER:  # else write() would block: the reader is not started yet
-                fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(line))
-            stdin.write(line)  # before the start: if the driver is killed now, the agent does not wait for its config
-            self._child = Popen(self._command, stdin=stdin, stdout=out, stderr=STDOUT, start_new_session=True)
+            # Before the start: if the driver is killed now, the agent does not wait for its configuration.
+            inherited = write_first_line(stdin, line)
+            try:
+                self._child = Popen(
+                    self._command, stdin=stdin, stdout=out, stderr=STDOUT, start_new_session=True, pass_fds=inherited
+                )
+            finally:
+                for fd in inherited:
+                    os.close(fd)
         self.process = identity(self._child.pid)
         _call_at_exit(os.pidfd_open(self._child.pid), self._on_exit)
 

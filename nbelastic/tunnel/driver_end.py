@@ -20,6 +20,7 @@ from pathlib import Path
 from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
 from nbelastic.system import open_files
 from nbelastic.system.driver_lease import POLL, DriverLease, LeaseWatch
+from nbelastic.system.first_line import read_first_line
 from nbelastic.tunnel import allowed_ports
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import Frame, Kind, number
@@ -224,6 +225,6 @@ def main() -> None:
     The standard input has the agent's configuration in one line.
     """
     open_files.raise_limit()
-    config = sys.stdin.buffer.readline()
+    config = read_first_line()
     command, ports, driver_lease = json.loads(sys.argv[1]), Path(sys.argv[2]), DriverLease(*json.loads(sys.argv[3]))
     sys.exit(_DriverEnd(command, ports, driver_lease, config).run())

@@ -1,8 +1,10 @@
 """An agent's process, as the driver starts and watches it."""
 
 import asyncio
+import fcntl
 import os
 import select
+import sys
 from subprocess import Popen
 
 import pytest
@@ -57,6 +59,30 @@ def test_an_agent_can_read_its_configuration_from_its_start_on(tmp_path, monkeyp
 
     asyncio.run(story())
     assert readable
+
+
+@pytest.mark.parametrize("size", [100, 10_000, 2_000_000])
+def test_a_user_with_many_pipes_can_start_agents(tmp_path, monkeypatch, size):
+    """With some hundred hosts behind ssh, Linux gives this user pipes of one page. A longer configuration does not block the driver."""
+    make_pipe = os.pipe
+
+    def small_pipe():
+        reader, writer = make_pipe()
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+        return reader, writer
+
+    async def story():
+        ends = asyncio.Queue()
+        code = "from nbelastic.system.first_line import *; line = read_first_line(); print(len(line), line[-3:])"
+        agent = ProcessAgent([sys.executable, "-c", code], tmp_path / "log", lambda _, output: ends.put_nowait(output))
+        with monkeypatch.context() as changed:
+            changed.setattr(os, "pipe", small_pipe)
+            agent.start({"host": "h" * size})
+        assert await asyncio.wait_for(ends.get(), 10) == f"{size + 13} b'\"}}\\n'\n"
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(story())
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def failing(spec, *_):
