@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver, util
 from multiprocessing.process import BaseProcess
 
 TEMPLATE_END_TIMEOUT = 5.0  # seconds in which a killed template ends
 TRIES = 3  # if so many templates die, the next one would die of the same cause
+
+
+def shorten_addresses() -> None:
+    """Name the sockets of this process's templates by descriptor: the path of the temporary folder may be too long for a unix socket.
+
+    Slurm may make a temporary folder per job, for example. Nodes of scripts, which are other processes, use these addresses too.
+    """
+    fd, numbers = os.open(util.get_temp_dir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), itertools.count()
+    folder = f"/proc/{os.getpid()}/fd/{fd}"
+    vars(connection)["arbitrary_address"] = lambda _: f"{folder}/template-{next(numbers)}"
 
 
 def fork(make: Callable[[], BaseProcess]) -> BaseProcess:

@@ -14,6 +14,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from nbelastic.agent.fork import shorten_addresses
 from nbelastic.system import open_files
 from nbelastic.system.cpu_count import usable_cpus
 from nbelastic.system.first_line import read_first_line
@@ -36,6 +37,7 @@ def main() -> None:
     # A batch script ignores SIGUSR1 until the agent handles it. The template must not inherit that, as it would no handler.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     mp.get_context("forkserver").set_forkserver_preload([TEMPLATE])
+    shorten_addresses()
     environment = None
     if settings.get("requirements"):
         from nbelastic.agent.environment import Environment

@@ -119,3 +119,20 @@ def test_preloaded_modules_that_are_refused(tmp_path):
         "the module 'threaded_module' of preload starts the thread 'spy' when it is imported: "
         "each worker imports it itself ['quiet_module'] False\n"
     ), ended.stderr
+
+
+def test_the_path_of_the_temporary_folder_may_be_long(tmp_path):
+    """A unix socket's path has at most 107 bytes, and a batch system may make a folder per job with a longer one."""
+    folder = tmp_path / ("job" * 50)
+    folder.mkdir()
+    code = (
+        "import multiprocessing as mp\n"
+        "from nbelastic.agent.fork import fork, shorten_addresses\n"
+        "shorten_addresses()\n"
+        "process = fork(lambda: mp.get_context('forkserver').Process(target=print, args=('forked',), daemon=True))\n"
+        "process.join()\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("forked\n", "")
+    assert os.listdir(folder) == []
