@@ -46,6 +46,11 @@ class RunFolder:
                     f"a cluster named {self.name!r} is running already (process {lock_holder(path) or 'unknown'}): "
                     "stop it or choose another name."
                 ) from None
+            except OSError as error:
+                os.close(fd)
+                raise UsageError(
+                    f"{path} cannot be locked ({error.strerror}): set TMPDIR to a folder of a file system with locks, such as /tmp."
+                ) from None
             if path.exists() and os.path.samestat(path.stat(), os.fstat(fd)):
                 break
             os.close(fd)  # the process that had the lock has removed the file

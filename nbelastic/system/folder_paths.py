@@ -14,7 +14,7 @@ from pathlib import Path
 from nbelastic.errors import UsageError
 from nbelastic.system.trusted_folders import why_untrusted
 
-_LOCKED = "run-"  # how the names of locked process folders begin
+_LOCKED, _NEW = "run-", "new-"  # how the names of locked process folders begin, and of others
 
 
 def user_folder() -> Path:
@@ -69,11 +69,11 @@ def process_folder() -> Iterator[Path]:
     Not those of other machines, which may share the temporary folder: not every file system shares locks.
     """
     locked = f"{_LOCKED}{os.uname().nodename}-"
-    for folder in user_folder().glob(f"{locked}*"):
-        with contextlib.suppress(OSError), _locked(folder):  # BlockingIOError: its process still runs
+    for folder in user_folder().glob(f"{locked}{_NEW}*"):  # not of `gpu1-2` if this machine is `gpu1`
+        with contextlib.suppress(OSError), _locked(folder):  # its process still runs, or the file system has no locks
             shutil.rmtree(folder, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix="new-", dir=user_folder()))  # until it is locked, no process removes this name
-    with _locked(new), kept_from_cleaners(user_folder()):
+    new = Path(tempfile.mkdtemp(prefix=_NEW, dir=user_folder()))  # until it is locked, no process removes this name
+    with _locked(new, always=False), kept_from_cleaners(user_folder()):
         path = new.rename(new.with_name(locked + new.name))
         try:
             yield path
@@ -97,10 +97,15 @@ def kept_from_cleaners(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, *, always: bool = True) -> Iterator[None]:
+    """OSError if it cannot be locked. Without `always`, a folder on a file system without locks stays as it is."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if always:
+                raise
         yield
     finally:
         os.close(fd)

@@ -1,5 +1,6 @@
 """The folder of a process, which is removed when that ends, and the folder that contains all of a user's."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 
 import pytest
 
+import nbelastic as nbe
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.system.folder_paths import process_folder, user_folder
 
@@ -36,6 +38,29 @@ def test_folders_of_killed_processes_are_removed_and_others_stay():
     with process_folder() as one, process_folder() as other:
         assert sorted(user_folder().iterdir()) == sorted([one, other])
     assert list(user_folder().iterdir()) == []
+
+
+def test_folders_of_machines_with_a_similar_name_stay():
+    """Machines may share the temporary folder, and may not share its locks."""
+    other = user_folder() / f"run-{os.uname().nodename}-2-new-abcdefgh"
+    other.mkdir()
+    with process_folder() as one:
+        assert sorted(user_folder().iterdir()) == sorted([one, other])
+    assert list(user_folder().iterdir()) == [other]
+
+
+def test_a_file_system_without_locks(monkeypatch):
+    """Agents work there, as on Lustre without `flock`, and remove no folder of another. The notebook's machine needs locks."""
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with process_folder() as one, process_folder() as other:
+        assert sorted(user_folder().iterdir()) == sorted([one, other])
+    assert list(user_folder().iterdir()) == []
+    with pytest.raises(nbe.UsageError, match=r"one.lock cannot be locked \(Function not implemented\): set TMPDIR"):
+        RunFolder("one").acquire()
 
 
 def is_cleaned():
