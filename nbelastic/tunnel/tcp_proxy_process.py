@@ -193,7 +193,8 @@ class _Proxy:
         if address not in self._refused_peers and len(self._refused_peers) < MOST_PER_PEER:
             self._refused_peers.add(address)
             text = f"nbelastic: a connection of {address} was refused: {count} are open"
-            print(text, file=sys.stderr, flush=True)
+            with suppress(OSError):  # the disk is full: others must get their connections
+                print(text, file=sys.stderr, flush=True)
 
 
 async def _readable(connection: socket.socket) -> None:

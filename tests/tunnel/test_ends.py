@@ -74,15 +74,15 @@ class Machines:
         (folder / "ports").write_text("[]")
         (folder / "c.lock").write_text(f"{identity(os.getpid())} 1")
 
-    def open(self, number=1, *, attach=False, before=""):
-        """Open a tunnel for this agent. `before`: code that the host runs first."""
+    def open(self, number=1, *, attach=False, before="", log=None):
+        """Open a tunnel for this agent. `before`: code that the host runs first. `log`: the file for the agent's output."""
         client = [sys.executable, "-c", SSH, f"{before}\n{HOST}"]
         arguments = (
             json.dumps(client),
             str(self.folder / "ports"),
             json.dumps([str(self.folder / "c.lock"), 60, "", "1"]),
         )
-        log = open(self.folder / f"log-{len(self.tunnels)}", "ab")  # noqa: SIM115
+        log = open(log or self.folder / f"log-{len(self.tunnels)}", "ab")  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         tunnel = subprocess.Popen(
             [sys.executable, "-c", ssh.TUNNEL, *arguments],
@@ -158,6 +158,14 @@ def test_an_agent_s_output_and_exit_code_arrive(machines):
     (machines.folder / "end").touch()
     assert tunnel.wait(20) == 7
     assert machines.log().split("\n") == ["Welcome", "agent 1 runs", "agent 1 has its reason", ""]
+
+
+def test_a_full_disk_ends_no_host(machines):
+    """What a host prints may find no room on the driver's machine. The tunnel lasts until the agent ends."""
+    tunnel = machines.open(log="/dev/full")
+    machines.agent()
+    (machines.folder / "end").touch()
+    assert tunnel.wait(20) == 7
 
 
 def test_an_agent_outlives_ssh_and_is_reached_again(machines):

@@ -68,6 +68,23 @@ def test_connections_of_one_address_are_limited(driver_lease):
         until(room, what="room for another connection")
 
 
+def test_a_full_disk_does_not_close_the_proxy(driver_lease):
+    """It cannot write into the driver's log that it refuses a connection. Others get theirs."""
+    with echo_server() as port, contextlib.ExitStack() as stack:
+        errors, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, 2)
+        try:
+            _, proxy_address = stack.enter_context(open_proxy(port, driver_lease))
+        finally:
+            os.dup2(errors, 2)
+            os.close(errors)
+            os.close(full)
+        for _ in range(MOST_PER_PEER):
+            stack.enter_context(connect(proxy_address, "127.0.0.8"))
+        assert is_closed(stack.enter_context(connect(proxy_address, "127.0.0.8")))
+        assert is_echoed(stack.enter_context(connect(proxy_address, "127.0.0.9")))
+
+
 def test_many_workers_of_one_address(capfd, driver_lease):
     """All workers that the cluster wants may connect from one address.
 
