@@ -70,7 +70,12 @@ class ProcessAgent:
                 for fd in inherited:
                     os.close(fd)
         self.process = identity(self._child.pid)
-        _call_at_exit(os.pidfd_open(self._child.pid), self._on_exit)
+        try:
+            _call_at_exit(os.pidfd_open(self._child.pid), self._on_exit)
+        except OSError:  # no descriptor is left
+            self._child.kill()
+            self._child.wait()
+            raise
 
     def _on_exit(self) -> None:
         code = self._child.wait()

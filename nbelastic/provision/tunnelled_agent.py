@@ -88,4 +88,14 @@ class TunnelledAgent:
         if time.monotonic() - self._opened_at > LONGEST_PAUSE:
             self._backoff.reset()
         self._on_disconnect(self._explain(code, output))
-        self._timer = asyncio.get_running_loop().call_later(self._backoff.next(), lambda: self._open(attach=True))
+        self._open_again_later()
+
+    def _open_again_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._backoff.next(), self._open_again)
+
+    def _open_again(self) -> None:
+        try:
+            self._open(attach=True)
+        except OSError as error:  # this machine has no process, descriptor or disk space left for it now
+            self._on_disconnect(f"no connection to it can be opened here: {error.strerror}")
+            self._open_again_later()

@@ -1,19 +1,24 @@
 """An agent's process, as the driver starts and watches it."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import select
 import sys
+from pathlib import Path
 from subprocess import Popen
+from typing import NamedTuple
 
 import pytest
 
 import nbelastic as nbe
 from nbelastic.driver import connection_files
 from nbelastic.driver.request_answers import has_ready_workers
+from nbelastic.protocol.exit_codes import CONNECTION_LOST
 from nbelastic.provision import process_agent
 from nbelastic.provision.process_agent import ProcessAgent
+from nbelastic.provision.tunnelled_agent import TunnelledAgent
 from tests.driver.fakes import DriverWithFakes, run_story
 
 
@@ -83,6 +88,49 @@ def test_a_user_with_many_pipes_can_start_agents(tmp_path, monkeypatch, size):
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(story())
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Settings(NamedTuple):
+    """What a tunnel needs of a cluster's settings."""
+
+    run_folder: Path
+    driver_lease: tuple[str, float, str, str] = ("", 60.0, "", "")
+
+
+@pytest.mark.parametrize("fails", ["Popen", "pidfd_open"])
+def test_a_machine_without_a_free_process_reaches_its_hosts_later(tmp_path, monkeypatch, fails):
+    """If all connections break at once, this machine may not have what the new ones need. It tries again."""
+    started, failures = [], [OSError(errno.EAGAIN, "Resource temporarily unavailable") for _ in range(3)]
+    pidfd_open = os.pidfd_open
+
+    def start(command, **options):
+        if fails == "Popen" and started and failures:
+            raise failures.pop()
+        started.append(Popen(["sh", "-c", "exit 3" if started else f"exit {CONNECTION_LOST}"], **options))
+        return started[-1]
+
+    def watch(pid):
+        if fails == "pidfd_open" and len(started) > 1 and failures:
+            raise failures.pop()
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(process_agent, "Popen", start)
+    monkeypatch.setattr(os, "pidfd_open", watch)
+
+    async def story():
+        ends, breaks = asyncio.Queue(), []
+        explain = lambda code, _: f"exit code {code}"
+        calls = {"on_stop": ends.put_nowait, "on_disconnect": breaks.append}
+        agent = TunnelledAgent(["ssh"], Settings(tmp_path), tmp_path / "log", explain, **calls)
+        agent.start({"host": "h1"})
+        assert await asyncio.wait_for(ends.get(), 20) == "exit code 3"
+        assert breaks == [
+            f"exit code {CONNECTION_LOST}",
+            *["no connection to it can be opened here: Resource temporarily unavailable"] * 3,
+        ]
+        assert all(child.returncode is not None for child in started)
+
+    asyncio.run(story())
 
 
 async def failing(spec, *_):
