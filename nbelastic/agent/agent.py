@@ -30,7 +30,7 @@ from nbelastic.agent import cloud_notices, time_limit
 from nbelastic.agent.code_store import CodeStore
 from nbelastic.agent.config import Config
 from nbelastic.agent.environment import Environment
-from nbelastic.agent.fork import fork
+from nbelastic.agent.fork import ForkRefusedError, fork
 from nbelastic.agent.gpu_health import HELD
 from nbelastic.agent.gpu_samples import Gpus
 from nbelastic.agent.host_addresses import addresses_by_preference
@@ -347,15 +347,17 @@ class Agent:
             "lease": self._config.lease,
             **self._config.settings,
         }
-        name = str(order.worker)
-        process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
-        assert process.pid is not None
+        name, log = str(order.worker), log_file(log_dir, order.worker, "err")
         try:
-            self._workers[order.worker] = WorkerProcess(process, order.gpu, log_file(log_dir, order.worker, "err"))
+            process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
+            self._workers[order.worker] = WorkerProcess(process, order.gpu, log)
+        except ForkRefusedError as error:
+            self._carry_out(self._protocol.exited(order.worker, 1, str(error)))
+            return
         except psutil.NoSuchProcess:  # it has ended since start()
             self._carry_out(self._protocol.exited(order.worker, process.exitcode or 1))
             return
-        self._carry_out(self._protocol.forked(order.worker, process.pid))
+        self._carry_out(self._protocol.forked(order.worker, process.pid or 0))
 
     def _log_dir(self, driver_path: str) -> Path:
         """The log folder on this machine: elsewhere than on the driver's, one of the same name in `user_folder()`."""

@@ -24,8 +24,12 @@ def shorten_addresses() -> None:
     vars(connection)["arbitrary_address"] = lambda _: f"{folder}/template-{next(numbers)}"
 
 
+class ForkRefusedError(Exception):
+    """The template runs, and could not fork: no process or memory is left."""
+
+
 def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
-    """Start the process that `make` returns. It is called once per try.
+    """Start the process that `make` returns. It is called once per try. ForkRefusedError if the template lives and could not fork.
 
     A killed template closes its sockets a moment before it can be waited for. In between, multiprocessing believes that the
     template runs, and raises. Then wait for its end, and start another template.
@@ -36,8 +40,10 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
         process = make()
         try:
             process.start()
-        except (EOFError, ConnectionError):
-            if tries == TRIES or not _wait_for_end(template):
+        except (EOFError, ConnectionError) as error:
+            if not _wait_for_end(template):
+                raise ForkRefusedError("the template could not fork: no process or memory is left here") from error
+            if tries == TRIES:
                 raise
         else:
             break

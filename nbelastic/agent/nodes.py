@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 import time
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from nbelastic.agent.fork import fork
+from nbelastic.agent.fork import ForkRefusedError, fork
 from nbelastic.protocol import agent_messages
 from nbelastic.system.processes import is_stopped, kill_group
 
@@ -34,6 +35,7 @@ class Nodes:
     def __init__(self, context: ForkServerContext, common: dict[str, Any]) -> None:
         self._context, self._common = context, common
         self._nodes: dict[int, _Node] = {}
+        self._refused: list[int] = []  # numbers of nodes that could not be forked
         self.ended: dict[int, int] = {}  # the exit codes of the newest nodes that have ended, by number
 
     @property
@@ -48,7 +50,11 @@ class Nodes:
 
     def start(self, order: agent_messages.StartNode, home: tuple[str, str], log_dir: str) -> None:
         """Fork a node. `home`: the address and the interface of its stores."""
-        self._nodes[order.number] = _Node(fork(lambda: self._process(order, home, log_dir)))
+        try:
+            self._nodes[order.number] = _Node(fork(lambda: self._process(order, home, log_dir)))
+        except ForkRefusedError as error:
+            print(f"nbelastic: {error}", file=sys.stderr, flush=True)
+            self._refused.append(order.number)
 
     def _process(self, order: agent_messages.StartNode, home: tuple[str, str], log_dir: str) -> BaseProcess:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
@@ -78,7 +84,9 @@ class Nodes:
 
     def check(self, now: float) -> list[agent_messages.NodeExited]:
         """Kill nodes that are stopped (SIGSTOP), or that have not ended in time. Returns the nodes that have ended."""
-        ended = []
+        ended = [agent_messages.NodeExited(self._common["host"], number, 1) for number in self._refused]
+        self.ended |= dict.fromkeys(self._refused, 1)
+        self._refused.clear()
         for number, node in list(self._nodes.items()):
             pid = node.process.pid or 0
             if now >= node.kill_at or is_stopped(pid):

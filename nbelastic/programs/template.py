@@ -65,6 +65,7 @@ PRELOAD = (
     "nbelastic.programs.elastic",
     "nbelastic.ipp.engine",
     "nbelastic.programs.program",
+    "nbelastic.programs.refused_forks",
     "nbelastic.state.sampler",
     "nbelastic.worker.name_lookups",
     "nbelastic.worker.warm_up",
@@ -123,5 +124,6 @@ for name in OF_USER:
 # A worker imports the user's modules again that have changed since.
 IMPORTED = sys.modules["nbelastic.programs.user_code"].own_modules(OURS) if OF_USER else {}
 
+sys.modules["nbelastic.programs.refused_forks"].survive_refused_forks()
 gc.enable()
 gc.freeze()

@@ -11,10 +11,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
+from types import SimpleNamespace
 
 import pytest
 
-from nbelastic.agent.fork import TRIES, fork
+from nbelastic.agent.fork import TRIES, ForkRefusedError, fork
+from nbelastic.agent.nodes import Nodes
+from nbelastic.protocol.agent_messages import NodeExited
 from nbelastic.system.processes import state_of
 from tests.support.waiting import until
 
@@ -78,7 +81,7 @@ def test_a_template_that_runs_but_closes_the_connection(template, monkeypatch):
         def start(self):
             raise ConnectionResetError
 
-    with pytest.raises(ConnectionResetError):
+    with pytest.raises(ForkRefusedError):
         fork(lambda: makes.append(1) or BreaksOff())
     assert len(makes) == 1
 
@@ -86,6 +89,7 @@ def test_a_template_that_runs_but_closes_the_connection(template, monkeypatch):
 REPORT = """
 import multiprocessing as mp, os, sys
 from multiprocessing import forkserver
+from types import SimpleNamespace
 def report():
     template = sys.modules["nbelastic.programs.template"]
     names = {"quiet_module", "threaded_module"} & sys.modules.keys()
@@ -119,6 +123,62 @@ def test_preloaded_modules_that_are_refused(tmp_path):
         "the module 'threaded_module' of preload starts the thread 'spy' when it is imported: "
         "each worker imports it itself ['quiet_module'] False\n"
     ), ended.stderr
+
+
+REFUSES = """
+import multiprocessing as mp, time
+from nbelastic.agent import fork as forks
+forks.TEMPLATE_END_TIMEOUT = 0.1
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(["refuses"])
+make = lambda: context.Process(target=time.sleep, args=(60,))
+first = forks.fork(make)
+for _ in range(2):
+    try:
+        forks.fork(make)
+    except forks.ForkRefusedError as error:
+        print(error)
+third = forks.fork(make)
+print(first.is_alive(), third.is_alive())
+for process in (first, third):
+    process.kill()
+    process.join()
+"""
+REFUSING = """
+import errno, os
+from nbelastic.programs.refused_forks import survive_refused_forks
+calls, real = [], os.fork
+def fork():
+    calls.append(None)
+    if len(calls) in (2, 3):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+    return real()
+os.fork = fork
+survive_refused_forks()
+"""
+
+
+def test_a_template_that_cannot_fork_lives_on(tmp_path):
+    """The limit of processes is reached: that worker is not forked. Others run on, and later ones are forked."""
+    (tmp_path / "refuses.py").write_text(REFUSING)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", REFUSES], env=environment, capture_output=True, text=True, check=False)
+    why = "the template could not fork: no process or memory is left here"
+    assert done.stdout.splitlines() == [why, why, "True True"]
+    assert set(done.stderr.splitlines()) == {"nbelastic: a worker cannot be forked: Resource temporarily unavailable"}
+
+
+def test_a_node_of_a_script_that_cannot_be_forked_has_ended(monkeypatch):
+    """The driver learns of it as of any other end of a node."""
+
+    def refuse(_):
+        raise ForkRefusedError
+
+    monkeypatch.setattr("nbelastic.agent.nodes.fork", refuse)
+    nodes = Nodes(mp.get_context("forkserver"), {"host": "a"})
+    nodes.start(SimpleNamespace(number=5), ("127.0.0.1", "lo"), "/logs")
+    assert nodes.check(0.0) == [NodeExited("a", 5, 1)]
+    assert (nodes.check(1.0), nodes.ended, nodes.numbers) == ([], {5: 1}, ())
 
 
 def test_the_path_of_the_temporary_folder_may_be_long(tmp_path):

@@ -301,6 +301,18 @@ def test_no_variable_is_set_beside_threads(make):
     assert (out, error) == ("[]\n", None)
 
 
+@pytest.mark.soak(share=0.3)
+def test_a_worker_that_cannot_be_forked_ends_no_other(make):
+    """If the limit of processes is reached, a worker is not replaced at once. The others of its host run on."""
+    cluster = make("localhost:3", preload=["tests.process.failing_forks"])
+    lost, *others = [worker.pid for worker in cluster.status().workers]
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: any("could not fork" in event.text for event in cluster.events), 30, "the fork to fail")
+    workers = until(lambda: len(found := cluster.wait(3, timeout=60).workers) == 3 and found)
+    assert {worker.pid for worker in workers} > set(others)
+    assert not [event for event in cluster.events if event.kind == "host-lost"]
+
+
 LIMITED = """
 import resource, sys
 import nbelastic as nbe
