@@ -17,6 +17,8 @@ CHECK = 1.0  # seconds between two looks
 def main() -> None:
     """Wait while an agent runs in this pod, and `WAIT` seconds more: its driver may start another one."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Processes whose parents end become this one's children, such as those of a lost worker. They need no wait then.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     seen = time.monotonic()
     while time.monotonic() - seen < WAIT:
         if running_agents.find():

@@ -189,6 +189,7 @@ class _Host:
             _leave_standard_streams()
         while self._code is None:
             self._forwarder.turn(dialer.turn(time.monotonic()) if dialer is not None else 60.0)
+            self._reap_orphans()
         self._forwarder.send(Frame(Kind.EXIT, payload=NUMBER.pack(self._code)))
         for _ in range(int(SEND_TIMEOUT / 0.1)):
             if self._forwarder.drained:
@@ -224,6 +225,13 @@ class _Host:
             self._output = (self._output + text)[-KEPT_OUTPUT:]
         self._send_output()
         self._code = os.waitstatus_to_exitcode(status)
+
+    def _reap_orphans(self) -> None:
+        """In a container, processes whose parents have ended become children of its first one. Each counts until it is waited for."""
+        with contextlib.suppress(ChildProcessError):  # the agent was waited for
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while (ended := os.waitid(os.P_ALL, 0, flags)) is not None and ended.si_pid != self._child.pid:
+                os.waitpid(ended.si_pid, 0)
 
     def _end_agent(self) -> None:
         if not self._ending:

@@ -16,6 +16,7 @@ from nbelastic.protocol.exit_codes import AGENT_GONE, CONNECTION_LOST
 from nbelastic.provision import ssh
 from nbelastic.system import tunnel_folder
 from nbelastic.system.process_identity import identity
+from nbelastic.system.processes import children_of
 from nbelastic.tunnel.frames import PREAMBLE
 from tests.support.processes import alive
 from tests.support.waiting import until
@@ -158,6 +159,21 @@ def test_an_agent_s_output_and_exit_code_arrive(machines):
     (machines.folder / "end").touch()
     assert tunnel.wait(20) == 7
     assert machines.log().split("\n") == ["Welcome", "agent 1 runs", "agent 1 has its reason", ""]
+
+
+ADOPTS = """
+import ctypes, subprocess
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: as the first process of a container is one
+subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.2 &"])
+"""
+
+
+def test_a_container_keeps_no_ended_processes(machines):
+    """Processes that lost workers have started become children of the container's first one. Too many would forbid new ones."""
+    machines.open(before=ADOPTS)
+    agent = machines.agent()
+    host = psutil.Process(agent).ppid()
+    until(lambda: children_of(host) == [agent], 20, "no other child")
 
 
 def test_a_full_disk_ends_no_host(machines):
