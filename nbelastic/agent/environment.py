@@ -78,7 +78,7 @@ class Environment:
         """Have another process make it. `check` says how far it is."""
         order = {"folder": str(self._folder), "requirements": list(self._requirements), "path": self._path}
         self._maker = subprocess.Popen(
-            [sys.executable, "-c", MAKER, str(os.getpid())],
+            [sys.executable, "-P", "-c", MAKER, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

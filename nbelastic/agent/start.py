@@ -28,6 +28,7 @@ def main() -> None:
 
     The configuration contains keys. It is the first line of the standard input, whose end ends the agent.
     """
+    os.environ.pop("PYTHONSAFEPATH", None)  # of this process and the template, which gets it as an option
     config, parent_pipe = _from_stdin()
     settings = json.loads(config)
     _set_up_process(settings)

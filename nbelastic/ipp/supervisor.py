@@ -209,7 +209,7 @@ class Supervisor:
         try:
             with os.fdopen(append_private(self._log), "ab") as output:
                 self._child = subprocess.Popen(  # noqa: ASYNC220  (milliseconds)
-                    [sys.executable, "-c", CODE, options, *location, *self._arguments],
+                    [sys.executable, "-P", "-c", CODE, options, *location, *self._arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=output,  # a file: a pipe would need a reader
                     stderr=output,

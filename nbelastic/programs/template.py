@@ -111,6 +111,8 @@ def _preload(module: str) -> str:
     return ""
 
 
+if "" not in sys.path:
+    sys.path.append("")  # the user's modules are in the working folder; Python's own come first
 for name in PRELOAD:
     _preload(name)
 sys.modules["nbelastic.worker.name_lookups"].end_name_lookups()

@@ -33,7 +33,7 @@ TUNNELLED_AGENT = "from nbelastic.agent.start import main as agent; from nbelast
 TUNNEL = "from nbelastic.tunnel.driver_end import main; main()"
 _SCRIPT = (
     'p={python}; command -v "$p" >/dev/null 2>&1 || p={otherwise}; command -v "$p" >/dev/null 2>&1 || '
-    '{{ echo "no $p here" >&2; exit 127; }}; exec "$p" -c {code}'
+    '{{ echo "no $p here" >&2; exit 127; }}; export PYTHONSAFEPATH=1; exec "$p" -c {code}'
 )
 
 

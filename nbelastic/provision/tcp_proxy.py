@@ -64,7 +64,7 @@ class TcpProxy:
             listener.listen(256)
             self.port = listener.getsockname()[1]
             settings = [listener.fileno(), self._server, str(self._ports), self._workers(), self._driver_lease]
-            command = [sys.executable, "-c", PROXY, json.dumps(settings)]
+            command = [sys.executable, "-P", "-c", PROXY, json.dumps(settings)]
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()], start_new_session=True
             )

@@ -22,6 +22,8 @@ from tests.process.kernel_process import MARK, marked
 from tests.support.processes import agent_of_worker, alive, driver_pid, leftovers, processes_of, run_folder
 from tests.support.waiting import until, until_none
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_nothing_is_left_after_a_stop(make):
     """A stop leaves no run folder, lock or process, not even of the user's code. A second stop has no effect."""
@@ -299,6 +301,31 @@ def test_no_variable_is_set_beside_threads(make):
         "from tests.process import record_environment; print(record_environment.added)"
     )
     assert (out, error) == ("[]\n", None)
+
+
+SHADOWED = """
+import os, sys
+import nbelastic as nbe
+if __name__ == "__main__":
+    with nbe.Cluster("localhost:1", log_dir=sys.argv[1], preload=["of_the_user"]) as cluster:
+        print(cluster.run(lambda: (__import__("of_the_user").VALUE, "PYTHONSAFEPATH" in os.environ)).result(timeout=60))
+        print(cluster.client[0].apply_sync(os.getcwd) == os.getcwd())
+"""
+
+
+@pytest.mark.cold  # it tests the folders with which processes start
+@pytest.mark.soak(share=0.3)
+def test_files_of_the_user_may_have_the_names_of_standard_modules(tmp_path):
+    """In the notebook's folder, as in its kernel. The user's modules are found there."""
+    for name in ("json", "queue", "random", "selectors", "socket", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a module of the user')")
+    (tmp_path / "of_the_user.py").write_text("VALUE = 5")
+    (tmp_path / "program.py").write_text(SHADOWED)
+    done = subprocess.run(
+        [sys.executable, "-P", "program.py", str(tmp_path / "logs")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["[(5, False)]", "True"], done.stderr
 
 
 @pytest.mark.soak(share=0.3)
