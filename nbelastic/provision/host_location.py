@@ -64,6 +64,6 @@ def _own_address_towards(target: str) -> str:
 async def _addresses(name: str) -> list[str]:
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # a HostName of ~/.ssh/config that a ProxyCommand alone knows may be no name of DNS
         return []
     return [str(info[4][0]) for info in infos]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.provision import ssh
+from nbelastic.provision import host_location, ssh
 
 GPU = HostSpec("gpu1", 4)
 ALICE = HostSpec("gpu1", 4, "alice")
@@ -137,3 +137,13 @@ def test_a_cancelled_name_lookup_leaves_no_process(tmp_path, monkeypatch):
     asyncio.run(story())
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_the_name_behind_an_alias_may_be_no_name_of_dns(tmp_path, monkeypatch):
+    """A ProxyCommand may know a HostName with a part of more than 63 characters: ssh connects, and this machine needs no address."""
+    program = tmp_path / "ssh"
+    program.write_text(f"#!/bin/sh\necho hostname {'x' * 70}.proxy\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    local, towards = asyncio.run(host_location.locate(HostSpec("gpu.invalid", 1), "ssh"))
+    assert (local, bool(towards)) == ("", True)
