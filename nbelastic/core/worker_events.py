@@ -145,9 +145,11 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
     if joins and prepared is not None and event.generation == prepared.generation:
         if cluster.stage is not Stage.LEAVING:
             return cluster
-        if isinstance(event, ev.WorkerFormed):
-            cluster = with_worker(cluster, replace(cluster.workers[w], has_state=True))
+        if isinstance(event, ev.WorkerFormed) and w not in cluster.entered_next:
+            cluster = with_worker(cluster, replace(cluster.workers[w], has_state=True, store=""))
             return replace(cluster, entered_next=cluster.entered_next | {w})
+        if isinstance(event, ev.StoreOffered):  # it has made two commits there, and offers a store once
+            return with_worker(cluster, replace(cluster.workers[w], store=event.store))
         return _defer(cluster, event) if isinstance(event, ev.WorkerSucceeded) else cluster
     if not cluster.active or event.generation != cluster.generation or w not in cluster.member_set:
         return cluster

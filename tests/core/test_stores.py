@@ -62,3 +62,20 @@ def test_a_change_is_not_prepared_with_a_store_that_was_left_behind():
     assert story.last(cmd.FormWorld).store.startswith("10.0.0.9:")
     assert len(story.names) == 3
     assert story.cluster.stage is Stage.RUNNING
+
+
+def test_a_store_counts_that_is_offered_before_a_slow_leaver_has_left():
+    """Ranks make their second commit in the next world while a leaver is still in this one: the change after that is prepared."""
+    story = Story("a:1", "b:1", min=1).run().commit(3).answer().remove("a")
+    late = (wid("a/0#1"), ev.WorkerReady)
+    story.answer(lambda e: (getattr(e, "worker", None), type(e)) != late)
+    assert story.cluster.entered_next == {wid("b/0#1")}
+    offered = story.fakes[wid("b/0#1")]
+    offered.offered, offered.steps, offered.commit = True, 2, offered.commit + 2
+    story.send(ev.StoreOffered(wid("b/0#1"), offered.generation, "b/0#1 again"))
+    story.answer()
+    assert story.names == ["b/0#1"]
+    mark = story.mark()
+    story.add("c:1").quiet(2.0)
+    assert [order.formation.store for order in story.commands(cmd.PrepareWorld, mark)] == ["b/0#1 again"]
+    assert story.names == ["b/0#1", "c/0#1"]
