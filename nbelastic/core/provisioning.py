@@ -23,7 +23,7 @@ def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float
 
     Programs of an ended job may still write a last checkpoint. Their workers are stopped when they have ended.
     """
-    chosen = PersistentSet(workers) - _lingering(cluster)
+    chosen = PersistentSet(w for w in workers if not _lingers(cluster, w))
     members = chosen & cluster.member_set
     if members - cluster.leaving and not cluster.newcomers:
         cluster = replace(cluster, settling_since=now)
@@ -31,12 +31,10 @@ def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float
     return stop_workers(cluster, sorted(chosen - members), out)
 
 
-def _lingering(cluster: ClusterState) -> list[WorkerId]:
-    """Workers whose job has ended, but not their programs."""
-    if not cluster.linger_until:
-        return []
-    name = cluster.active.name if cluster.active is not None else ""
-    return [w for w, worker in cluster.workers.items() if worker.job and worker.job != name]
+def _lingers(cluster: ClusterState, w: WorkerId) -> bool:
+    """Whether the worker's job has ended, but not its program."""
+    present = cluster.active.name if cluster.active is not None else ""
+    return bool(cluster.linger_until) and cluster.workers[w].job not in ("", present)
 
 
 def stop_workers(cluster: ClusterState, ids: Iterable[WorkerId], out: Commands, *, kill: bool = False) -> ClusterState:
@@ -55,7 +53,7 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Start agents and workers up to the number that is wanted and allowed, and stop surplus ones. O(hosts)"""
     if cluster.stopping:
         return cluster
-    cluster = _scale_down(cluster, now, out)
+    cluster = scale_down(cluster, now, out)
     wanted = cluster.limits.wanted - _staying(cluster)
     needs_reader = keeper(cluster) if _needs_kept_state_reader(cluster) else None
     changed: dict[str, Host] = {}
@@ -150,8 +148,11 @@ def _staying(cluster: ClusterState) -> int:
     return len(cluster.workers) - len(cluster.stopped) - len(cluster.leaving)
 
 
-def _scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Stop surplus workers: the youngest without a rank first, then members above max, from the highest rank."""
+def scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+    """Stop surplus workers: the youngest without a rank first, then members above max, from the highest rank.
+
+    Those whose programs of an ended job may still write a last checkpoint are stopped when these have ended.
+    """
     limits = cluster.limits
     if limits.max is None:
         return cluster
@@ -163,7 +164,7 @@ def _scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterStat
         return cluster
     busy = cluster.member_set | cluster.stopped | cluster.failed
     idle = (w for w in reversed(cluster.workers) if w not in busy and w.host != keeper(cluster))
-    return stop_workers(cluster, list(islice(idle, surplus)), out)
+    return stop_workers(cluster, [w for w in islice(idle, surplus) if not _lingers(cluster, w)], out)
 
 
 MORE_FILES = (

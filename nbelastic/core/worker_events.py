@@ -236,7 +236,7 @@ def _program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, ou
         host = cluster.hosts[w.host]
         if host.phase is HostPhase.DRAINING or w.slot >= host.spec.slots:
             return provisioning.stop_workers(cluster, (w,), out)
-        return setup_cells.run_next(cluster, w, now, out)
+        return setup_cells.run_next(provisioning.scale_down(cluster, now, out), w, now, out)
     if stopped or w in job.asked_to_stop:
         leavers = cluster.leaving & {w}
         cluster = losses.remove_from_job(cluster, (w,), f"{w} did not finish", now, out, alive=True)

@@ -129,7 +129,10 @@ def _faults_of_sets(cluster: ClusterState, alive: frozenset[WorkerId], sets: Set
     if any(not workers[w].reason or not workers[w].failures for w in held_back):
         yield "a newcomer is left out without a reason"
     wanted = cluster.limits.wanted + (cluster.kept_state is not None)  # a worker more may read the state that was kept
-    if len(alive) - len(stopped) - len(sets["leaving"]) > wanted and not (sets["failed"] or cluster.stopping):
+    present = cluster.active.name if cluster.active is not None else ""
+    lingering = [w for w in alive if w not in stopped and cluster.linger_until and workers[w].job not in ("", present)]
+    leaving = len(stopped) + len(sets["leaving"]) + len(lingering)
+    if len(alive) - leaving > wanted and not (sets["failed"] or cluster.stopping):
         yield f"{len(alive)} workers live, {wanted} are wanted"
 
 

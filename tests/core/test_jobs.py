@@ -270,3 +270,19 @@ def test_between_worlds_a_rank_with_the_newest_commit_writes_the_last_checkpoint
     assert story.cluster.stage is Stage.GATHERING
     story.stop_job()
     assert story.last(cmd.StopProgram).writer == wid("a/1#1")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_workers_that_may_write_a_last_checkpoint_are_stopped_when_their_programs_have_ended(when):
+    """max is lowered just before or after the job is stopped: the youngest workers end, but not before their programs."""
+    story = Story("a:2", "b:2", min=1).run().commit(3)
+    if when == "before":
+        story.scale(1, 2).stop_job()
+    else:
+        story.stop_job().scale(1, 2)
+    assert story.commands(cmd.StopWorker) == []
+    story.hear(ev.ProgramEnded, "a/0#1", "b/1#1")
+    assert [command.worker for command in story.commands(cmd.StopWorker)] == [wid("b/1#1")]
+    story.quiet(1.0)
+    assert story.alive() == ["a/0#1", "a/1#1"]
+    assert len(story.run("second").names) == 2
