@@ -79,7 +79,7 @@ def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Co
         if event.error:
             return with_worker(replace(cluster, trial=replace(trial, failed=trial.failed | {w: event.error})), worker)
         cluster = replace(cluster, trial=replace(trial, succeeded=trial.succeeded + 1))
-        worker = replace(worker, ran=worker.ran | {event.version})
+        worker = _with_version(cluster, worker, event.version)
         cluster = with_worker(cluster, worker)
         return cluster if lacking(cluster, worker) else _advance(cluster, w, now, out)
     if event.error:
@@ -87,7 +87,13 @@ def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Co
         if not key:  # the cell was cleared or replaced meanwhile
             return _advance(with_worker(cluster, worker), w, now, out)
         return _fail(with_worker(cluster, worker), w, key, event.error, out)
-    return _advance(with_worker(cluster, replace(worker, ran=worker.ran | {event.version})), w, now, out)
+    return _advance(with_worker(cluster, _with_version(cluster, worker, event.version)), w, now, out)
+
+
+def _with_version(cluster: ClusterState, worker: Worker, version: int) -> Worker:
+    """The worker, which has run this version of a cell. Versions that are no longer kept are forgotten."""
+    cells = cluster.setup if cluster.trial is None else (*cluster.setup, cluster.trial.cell)
+    return replace(worker, ran=(worker.ran & {cell.version for cell in cells}) | {version})
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

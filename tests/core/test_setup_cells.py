@@ -314,3 +314,13 @@ def test_values_that_no_worker_can_take_are_not_kept():
     story.broken.add(("a", "x 2"))
     story.push("x").answer()
     assert [cell.source for cell in story.cluster.setup] == ["x 1"]
+
+
+def test_versions_that_were_replaced_are_forgotten():
+    """A client pushes a value again and again, for days: the record of a worker, and the driver snapshot, do not grow."""
+    story = Story("a:1", min=1).answer().set_up("model", "import torch")
+    for _ in range(20):
+        story.answer().push("x")
+    story.answer()
+    assert len(story.cluster.workers[wid("a/0#1")].ran) == 3  # with the values that the newest ones have just replaced
+    assert len(story.cluster.setup) == 2
