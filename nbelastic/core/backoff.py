@@ -10,6 +10,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host, with_slot
 from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
+from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import WorkerId
 
 AGENT_RETRY = 1.0  # seconds between two starts of an agent, even with a cooldown of 0
@@ -26,7 +27,7 @@ def record_failure(
     slot = cluster.hosts[w.host].slots[w.slot]
     healthy = now - cluster.workers[w].since >= cluster.limits.healthy
     failures = 1 if healthy else slot.failures + 1
-    wait = backoff_seconds(cluster, failures - 1 if at_once else failures)
+    wait = backoff_seconds(cluster.limits, failures - 1 if at_once else failures)
     slot = replace(slot, failures=failures, restarts=slot.restarts + 1, busy=False, reason="")
     if not wait:
         return with_slot(cluster, w, slot)
@@ -48,7 +49,7 @@ def host_backoff(cluster: ClusterState, host: Host, now: float) -> tuple[int, fl
     """
     healthy = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
     failures = 1 if healthy else host.failures + 1
-    return failures, max(AGENT_RETRY, backoff_seconds(cluster, failures))
+    return failures, max(AGENT_RETRY, backoff_seconds(cluster.limits, failures))
 
 
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:
@@ -57,7 +58,7 @@ def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: flo
     for w in ids:
         worker = cluster.workers[w]
         failures = worker.failures + 1
-        wait = max(AGENT_RETRY, backoff_seconds(cluster, failures))
+        wait = max(AGENT_RETRY, backoff_seconds(cluster.limits, failures))
         text = f"{w} is left out: {why}; tried again in {wait:g} s"
         out.append(cmd.Record("newcomer-held", text, host=w.host, worker=str(w), generation=cluster.generation))
         workers[w] = replace(worker, failures=failures, reason=f"left out: {why}")
@@ -81,7 +82,7 @@ def release_held(cluster: ClusterState, now: float) -> ClusterState:
     return replace(cluster, held_back=held, workers=cluster.workers | cleared)
 
 
-def backoff_seconds(cluster: ClusterState, failures: int) -> float:
+def backoff_seconds(limits: Limits, failures: int) -> float:
     """Seconds of back-off after so many failures."""
-    low, high = cluster.limits.cooldown
+    low, high = limits.cooldown
     return min(high, low * 2.0 ** min(failures - 1, MOST_DOUBLINGS)) if failures > 0 else 0.0

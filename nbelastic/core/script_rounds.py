@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
+from nbelastic.core.backoff import backoff_seconds
 from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Missing, Reason, in_words
 from nbelastic.core.script_group import (
@@ -28,7 +29,7 @@ from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.cluster_limits import NEVER
 
 _INSIDE = (GroupState.HEALTHY, GroupState.UNHEALTHY)  # states of nodes that have not left their round
-MOST_STARTS = 3  # of a node in a row without a round; then its host cannot run this script
+MOST_STARTS = 3  # of a node in a row without a round; then the others do not count on its host
 
 
 def advance(group: Group, event: ev.Event, now: float) -> tuple[Group, tuple[cmd.Command, ...]]:
@@ -135,7 +136,10 @@ def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
 
 
 def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group:
-    """A node has ended. If its host is still in the cluster, it is started again."""
+    """A node has ended. If its host is still in the cluster, it is started again.
+
+    If it ends again and again, the others go on without it. The script fails if they are too few.
+    """
     host, reason = event.host, event.reason
     node = group.nodes.get(host)
     if node is None or node.retry_at:
@@ -144,12 +148,17 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
     group = _remove_node(group, host, f"{host}: {reason}", now, out, broken=not intended)
     if node.external or _is_finishing(group) or group.stage is Stage.ENDED:
         return group
+    pause = 0.5 * node.starts
     if node.starts >= MOST_STARTS:
-        return _end(
-            group, "failed", f"the elastic agent on {host} has ended {MOST_STARTS} times in a row: {reason}", out
-        )
-    restarted = Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + 0.5 * node.starts)
-    return _with_node(group, host, restarted)
+        text = f"the elastic agent on {host} has ended {node.starts} times in a row: {reason}"
+        others = (other.slots for name, other in group.nodes.items() if name != host and other.starts < MOST_STARTS)
+        if sum(others) < group.limits.min:
+            return _end(group, "failed", text, out)
+        pause = max(pause, backoff_seconds(group.limits, node.starts + 1 - MOST_STARTS))
+        out.append(cmd.Record("worker-failed", f"{text}; tried again in {pause:g} s", host=host))
+    return _with_node(
+        group, host, Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + pause)
+    )
 
 
 def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:

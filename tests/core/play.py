@@ -29,7 +29,7 @@ class Play:
 
     def __init__(self, *hosts: str, **terms) -> None:
         times = {name: terms.pop(name) for name in ("settle", "grace") if name in terms}
-        allowed = {name: terms.pop(name) for name in ("min", "max", "elastic_timeout") if name in terms}
+        allowed = {name: terms.pop(name) for name in ("min", "max", "elastic_timeout", "cooldown") if name in terms}
         self.limits = Limits(**allowed, timeouts=Timeouts(**times))
         self.slow = False
         self.group = Group("job-1", sev.Terms(**terms), self.limits)

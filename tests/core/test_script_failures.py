@@ -140,8 +140,8 @@ def test_a_failure_after_some_have_finished_fails_the_job():
 
 
 def test_a_node_that_dies_is_started_again():
-    """A node that ends on a host that is up is started again; after three such ends the job fails."""
-    play = Play("a:1", "b:1")
+    """A node that ends on a host that is up is started again; after three such ends the job fails if it needs that host."""
+    play = Play("a:1", "b:1", min=2)
     play.send(sev.NodeLeft("b", "its node ended (SIGKILL)", broken=True))
     assert play.assignments == [("a", 1), ("b", 1)]
     assert (play.group.round, play.group.restarts) == (2, 0)
@@ -149,3 +149,23 @@ def test_a_node_that_dies_is_started_again():
     for _ in range(4):  # the first one had worked
         play.send(sev.NodeLeft("b", "its node ended (exit code 1)", broken=True)).wait(3)
     assert play.end.reason == "the elastic agent on b has ended 3 times in a row: its node ended (exit code 1)"
+
+
+def test_a_host_that_cannot_run_the_script_does_not_end_it_for_the_others():
+    """The node of a new host ends again and again: the others train on, it is named, and tried again after a back-off."""
+    play = Play("a:1", "b:1", cooldown=(5.0, 40.0))
+    play.mute = {"c"}
+    play.look("a:1", "b:1", "c:1")
+    pauses = []
+    for _ in range(7):
+        play.send(sev.NodeLeft("c", "its node ended (exit code 1)", broken=True))
+        pauses.append(play.group.nodes["c"].retry_at - play.now)
+        play.wait(pauses[-1])
+    assert pauses == [0.5, 1.0, 5.0, 10.0, 20.0, 40.0, 40.0]
+    assert (play.group.round, play.assignments) == (1, [("a", 1), ("b", 1)])
+    assert play.records("worker-failed")[0] == (
+        "the elastic agent on c has ended 3 times in a row: its node ended (exit code 1); tried again in 5 s"
+    )
+    play.mute = set()
+    play.send(sev.NodeLeft("c", "its node ended (exit code 1)", broken=True)).wait(50)
+    assert play.assignments == [("a", 1), ("b", 1), ("c", 1)]
