@@ -60,6 +60,7 @@ class SavedCluster(Struct, frozen=True):
     resets: int
     driver_address: str
     external_address: str
+    paused_by: str = ""
 
 
 Saved = tuple[ClusterState, SavedCluster]  # a state, and what was saved of it
@@ -67,7 +68,7 @@ Saved = tuple[ClusterState, SavedCluster]  # a state, and what was saved of it
 _SAVED = (
     *("limits", "hosts", "ending", "removed_hosts", "incarnations", "hosts_joined", "highest_generation", "last_probe"),
     *("members", "stopped", "stage", "stopping", "job", "kept_state", "last_formed", "setup", "resets"),
-    *("driver_address", "external_address"),
+    *("driver_address", "external_address", "halt"),
 )
 
 
@@ -106,6 +107,7 @@ def snapshot_of(cluster: ClusterState, earlier: Saved | None = None) -> SavedClu
         resets=cluster.resets,
         driver_address=cluster.driver_address,
         external_address=cluster.external_address,
+        paused_by=cluster.halt.paused_by,
     )
 
 

@@ -200,7 +200,7 @@ def _without_text(name: str, value: Any) -> Any:
         return value and REMOVED  # whether there is one matters
     if name in DIGESTED and isinstance(value, str):
         return value and _digest(value)
-    if name == "by" and isinstance(value, str):
+    if name in ("by", "paused_by") and isinstance(value, str):
         return value.partition(" (")[0]  # without the notebook's or terminal's name
     if name == "pushed" and isinstance(value, dict):
         return {**value, "names": [_digest(each) for each in value["names"]]}

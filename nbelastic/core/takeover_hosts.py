@@ -10,6 +10,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import host_admission, provisioning
 from nbelastic.core.cluster_snapshot import SavedCluster, SavedHost
 from nbelastic.core.commands import Commands
+from nbelastic.core.halt import Halt
 from nbelastic.core.persistent import PersistentDict, PersistentSet
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot, Worker, WorkerState
 from nbelastic.protocol.agent_messages import AgentHello
@@ -69,6 +70,7 @@ def restore_hosts(
         incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
         driver_address=saved.driver_address,
         external_address=saved.external_address,
+        halt=Halt(paused_by=saved.paused_by),
         settling_since=now,
     )
     return host_admission.widen(cluster, now, out) if host_admission.wide(cluster) else cluster

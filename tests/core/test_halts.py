@@ -7,6 +7,7 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import Stage
 from nbelastic.protocol import events as ev
+from tests.core.away import Away
 from tests.core.story import Story, wid, with_stage
 
 MEMBERS = ("a/0#1", "b/0#1", "c/0#1")
@@ -173,6 +174,20 @@ def test_a_pause_lasts_until_somebody_resumes():
     assert story.cluster.phase == "paused"
     story.send(ev.ResumeRequested("you"))
     check_training(story)
+
+
+@pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.FORMING, Stage.RUNNING, Stage.LEAVING, Stage.HALTED])
+def test_a_new_driver_pauses_again(stage):
+    """The driver of a paused training dies: under the next one the members stand still at a commit, until somebody resumes."""
+    story = with_stage(stage)
+    story.send(ev.PauseRequested("you"))
+    Away(story).new_driver().quiet(1.0)
+    assert story.reason.startswith("paused by you at commit ")
+    story.quiet(1000.0)
+    assert story.cluster.phase == "paused"
+    story.send(ev.ResumeRequested("you"))
+    story.quiet(1.0)
+    assert story.cluster.stage is Stage.RUNNING, story.reason
 
 
 def test_steps_run_before_the_next_pause():

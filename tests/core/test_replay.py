@@ -139,6 +139,7 @@ def test_a_shared_line_has_no_names_of_the_user():
     assert first.event.pushed.names[0] in second.event.pushed.names
     added = replay.shared(replay.line_of(1.0, ev.HostRemoved("a", by="you (xyzzy.ipynb)")))
     assert replay.parse(encode(added)).event.by == "you"
+    assert replay.shared({"begins": {"paused_by": "you (xyzzy.ipynb)"}}) == {"begins": {"paused_by": "you"}}
 
 
 def test_a_step_that_raises_ends_the_replay(monkeypatch):
