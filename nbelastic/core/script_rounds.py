@@ -156,9 +156,7 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
             return _end(group, "failed", text, out)
         pause = max(pause, backoff_seconds(group.limits, node.starts + 1 - MOST_STARTS))
         out.append(cmd.Record("worker-failed", f"{text}; tried again in {pause:g} s", host=host))
-    return _with_node(
-        group, host, Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + pause)
-    )
+    return _with_node(group, host, Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + pause))
 
 
 def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:
