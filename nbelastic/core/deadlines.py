@@ -15,6 +15,7 @@ from nbelastic.core import (
     losses,
     provisioning,
     requests,
+    script_job,
     script_rounds,
     setup_cells,
     stage_deadlines,
@@ -48,6 +49,7 @@ def deadline(cluster: ClusterState, now: float) -> float:
         min(cluster.held_back.values(), default=NEVER),
         min((admission.until for admission in cluster.probing.values()), default=NEVER) if cluster.probing else NEVER,
         script_rounds.deadline(cluster.script) if cluster.script is not None else NEVER,
+        min(cluster.ending_nodes.values(), default=NEVER),
     )
     return max(now, min(times))
 
@@ -61,6 +63,8 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         cluster = _count_as_ended(cluster, now, out)
     if now >= _next_end(cluster):
         cluster = requests.end_announced_hosts(cluster, now, out)
+    if now >= min(cluster.ending_nodes.values(), default=NEVER):
+        cluster = script_job.count_nodes_as_ended(cluster, now, out)
     if now >= cluster.setup_by:
         cluster = _kill_overdue_setup(cluster, now, out)
     if cluster.suspects and now >= cluster.suspect_since + limits.timeouts.grace:

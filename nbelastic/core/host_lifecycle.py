@@ -118,11 +118,17 @@ def remove_if_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterS
     host = cluster.hosts.get(name)
     if host is None or host.phase is not HostPhase.DRAINING or cluster.stopping or workers_on(cluster, name):
         return cluster
-    if name == keeper(cluster):
+    if name == keeper(cluster) or has_script_workers(cluster, name):
         return cluster
     out.append(cmd.StopAgent(name))
     out.append(cmd.Record("host-gone", f"{name} has left", host=name))
     return _remove(cluster, name)
+
+
+def has_script_workers(cluster: ClusterState, name: str) -> bool:
+    """Whether workers of a script run on the host. They get time to save what they have."""
+    node = cluster.active_script.nodes.get(name) if cluster.active_script is not None else None
+    return name in cluster.ending_nodes or (node is not None and node.has_workers)
 
 
 def environment_reported(cluster: ClusterState, event: EnvironmentReported, now: float, out: Commands) -> ClusterState:
@@ -150,7 +156,7 @@ def agent_lost(
     cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
 ) -> ClusterState:
     """Handle the loss of a host's agent. The host is tried again after a back-off; a draining one is removed."""
-    host, cluster = cluster.hosts[name], _forget_connection(_stop_probing(cluster, name), name)
+    host, cluster = cluster.hosts[name], _forget_agent(_stop_probing(cluster, name), name)
     if host.phase is HostPhase.DRAINING or name in cluster.ending:
         out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
         return _remove(cluster, name)
@@ -167,7 +173,7 @@ def _slots(count: int) -> str:
 
 def _remove(cluster: ClusterState, name: str) -> ClusterState:
     """Remove the host. Should it come back, its workers get higher incarnations."""
-    cluster = forget_end(_forget_connection(_stop_probing(cluster, name), name), name)
+    cluster = forget_end(_forget_agent(_stop_probing(cluster, name), name), name)
     hosts = {n: host for n, host in cluster.hosts.items() if n != name}
     removed = {n: number for n, number in cluster.incarnations.items() if n != name}
     removed[name] = highest_incarnation(cluster, name)
@@ -188,10 +194,17 @@ def _stop_probing(cluster: ClusterState, name: str) -> ClusterState:
     return replace(cluster, probing={n: admission for n, admission in cluster.probing.items() if n != name})
 
 
-def _forget_connection(cluster: ClusterState, name: str) -> ClusterState:
-    if name not in cluster.disconnected:
+def _forget_agent(cluster: ClusterState, name: str) -> ClusterState:
+    """Forget its connection, and its node, which has ended with it."""
+    if name not in cluster.disconnected and name not in cluster.ending_nodes:
         return cluster
-    return replace(cluster, disconnected={n: known for n, known in cluster.disconnected.items() if n != name})
+    disconnected = {n: known for n, known in cluster.disconnected.items() if n != name}
+    return replace(cluster, disconnected=disconnected, ending_nodes=without_node(cluster, name))
+
+
+def without_node(cluster: ClusterState, name: str) -> dict[str, float]:
+    """The hosts whose nodes end their workers, without this one."""
+    return {n: until for n, until in cluster.ending_nodes.items() if n != name}
 
 
 def forget_end(cluster: ClusterState, name: str) -> ClusterState:

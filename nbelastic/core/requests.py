@@ -81,6 +81,8 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     cluster = host_lifecycle.drain(cluster, name, how, by, out)
     workers = workers_on(cluster, name)
     if event.now:
+        if host_lifecycle.has_script_workers(cluster, name):  # they are not waited for
+            cluster = replace(cluster, ending_nodes={**cluster.ending_nodes, name: now})
         cluster = losses.remove_from_job(cluster, workers, f"host {name} was removed at once", now, out, alive=True)
         cluster = provisioning.stop_workers(cluster, workers, out, kill=True)
     else:

@@ -46,6 +46,11 @@ class Node(Struct, frozen=True):
     pid: int = 0
     pids: tuple[int, ...] = ()
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether it has not left its round."""
+        return not self.ready and self.state in (GroupState.HEALTHY, GroupState.UNHEALTHY)
+
 
 class Group(Struct, frozen=True):
     """The worker group of a script. `assignments` are those of the present or last round, by group rank."""

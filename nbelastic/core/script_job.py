@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import host_admission, jobs, script_rounds
+from nbelastic.core import host_admission, host_lifecycle, jobs, script_rounds
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Reason
@@ -44,10 +44,24 @@ def submit(cluster: ClusterState, event: sev.ScriptSubmitted, now: float, out: C
 def node_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
     """Handle an event of a node."""
     cluster = _advance(cluster, event, now, out)
+    if isinstance(event, sev.NodeLeft) and event.host in cluster.ending_nodes:
+        cluster = _node_ended(cluster, event.host, out)
     if isinstance(event, sev.NodeLeft) and event.host in cluster.external_nodes:
         others = {host: external for host, external in cluster.external_nodes.items() if host != event.host}
         cluster = replace(cluster, external_nodes=others)
     return cluster
+
+
+def count_nodes_as_ended(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+    """Wait no longer for nodes that had to end their workers by now."""
+    for host in [host for host, until in cluster.ending_nodes.items() if now >= until]:
+        cluster = _node_ended(cluster, host, out)
+    return cluster
+
+
+def _node_ended(cluster: ClusterState, host: str, out: Commands) -> ClusterState:
+    cluster = replace(cluster, ending_nodes=host_lifecycle.without_node(cluster, host))
+    return host_lifecycle.remove_if_empty(cluster, host, out)
 
 
 def external_node_joined(
@@ -144,12 +158,17 @@ def _advance(cluster: ClusterState, event: ev.Event, now: float, out: Commands) 
         return cluster
     group, commands = script_rounds.advance(cluster.script, event, now)
     out.extend(commands)
+    before, end_by = cluster.script.nodes, now + group.terms.leave
     if group != cluster.script:
         cluster = replace(cluster, script=group)
     for command in commands:
         match command:
+            case scmd.StartNode(host=host) if host in cluster.ending_nodes:  # it was added again
+                cluster = replace(cluster, ending_nodes=host_lifecycle.without_node(cluster, host))
             case scmd.EndNode(host=host):
                 cluster = _clear_ready(cluster, (host,))
+                if host in cluster.hosts and host in before and before[host].has_workers:
+                    cluster = replace(cluster, ending_nodes={host: end_by, **cluster.ending_nodes})
             case scmd.FormRound(assignments=assignments):
                 cluster = _clear_ready(cluster, tuple(assignment.host for assignment in assignments))
     return cluster

@@ -267,7 +267,7 @@ def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
 
 def _not_left(group: Group) -> list[str]:
     known = ((each.host, group.nodes[each.host]) for each in group.assignments if each.host in group.nodes)
-    return [host for host, node in known if not node.ready and node.state in _INSIDE]
+    return [host for host, node in known if node.has_workers]
 
 
 def _gather(group: Group, now: float, out: Commands) -> Group:

@@ -299,6 +299,7 @@ class ClusterState(Struct, frozen=True):
     linger_last: float = 0.0  # when those of them that hold the training state are killed
     script: Group | None = None  # that runs, or that ran last if no job came after it
     external_nodes: dict[str, ExternalNode] = {}
+    ending_nodes: dict[str, float] = {}  # hosts whose nodes end their workers, and when they count as ended
     setup: tuple[SetupCell, ...] = ()  # in the order in which workers run them
     trial: SetupTrial | None = None
     setup_outdated: bool = False  # a busy worker has not run all setup cells
@@ -374,9 +375,8 @@ def with_worker(cluster: ClusterState, worker: Worker) -> ClusterState:
 
 def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> ClusterState:
     """The state with this reason to wait. The wait ends by itself at `until`."""
-    if cluster.reason == reason and cluster.reason_until == until:
-        return cluster
-    return replace(cluster, reason=reason, reason_until=until)
+    is_known = (cluster.reason, cluster.reason_until) == (reason, until)
+    return cluster if is_known else replace(cluster, reason=reason, reason_until=until)
 
 
 def without(cluster: ClusterState, ids: Collection[WorkerId], *fields: WorkerSet) -> ClusterState:

@@ -71,6 +71,49 @@ def test_a_script_runs_on_the_hosts_that_are_up():
     assert not story.commands(scmd.RepeatRound), "each order is given once"
 
 
+def removed(**how) -> Scripted:
+    """A script runs on two hosts, and one of them is removed. Its idle worker ends at once."""
+    story = Scripted("a:1", "b:1").answer().run_script(leave=35.0)
+    story.remove("b", **how).answer().nodes_answer()
+    return story
+
+
+def stopped(story: Scripted) -> list[str]:
+    return [command.host for command in story.commands(cmd.StopAgent)]
+
+
+def test_a_removed_host_leaves_when_the_workers_of_its_script_have_ended():
+    """They get SIGTERM, and may save what they have: the agent, with which they would be killed, ends after their node."""
+    story = removed()
+    assert story.assignments == {"a": 1}
+    story.wait(34.0)
+    assert stopped(story) == []
+    story.send(sev.NodeLeft("b", "its host has left"))
+    assert (stopped(story), [*story.cluster.hosts]) == (["b"], ["a"])
+
+
+def test_a_removed_host_does_not_wait_for_ever_for_its_node():
+    """A node that does not end within its time is killed with the agent; so is that of a host that is lost, ends or is removed at once."""
+    story = removed().wait(35.0)
+    assert (stopped(story), story.cluster.ending_nodes) == (["b"], {})
+    story.wait(100.0)
+    assert stopped(story) == ["b"]
+    story = removed(within=10.0).wait(9.0)
+    assert stopped(story) == []
+    assert stopped(story.wait(1.0)) == ["b"]
+    assert stopped(removed(now=True).wait(0.1)) == ["b"]
+    story = removed().lose_host("b")
+    assert ([*story.cluster.hosts], story.cluster.ending_nodes) == (["a"], {})
+
+
+def test_a_host_that_is_added_again_while_its_node_ends_gets_another_one():
+    """The host stays, and no node that ends takes it away later."""
+    story = removed().add("b:1").answer().nodes_answer()
+    assert story.assignments == {"a": 1, "b": 1}
+    story.quiet(100.0)
+    assert (stopped(story), [*story.cluster.hosts]) == ([], ["a", "b"])
+
+
 def test_nothing_is_started_for_a_script_that_has_ended():
     """Hosts that come after a script's end start no node for it."""
     story = Scripted("a:1").answer().run_script().stop_job("script-1").add("b:1").answer()
