@@ -81,3 +81,28 @@ def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
     with torchrun(*join_options(copy), REPORT, tmp_path) as run:
         assert run.wait(40) != 0
         assert "nothing listens at" in run.stdout.read()
+
+
+SAVES = """
+import os, signal, sys, time
+def save(*_):
+    open(f"{sys.argv[1]}/{os.getpid()}.saved", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+open(f"{sys.argv[1]}/{os.getpid()}.began", "w").close()
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_script_saves_at_sigterm_when_its_host_is_removed(make: Callable[..., nbe.Cluster], tmp_path: Path):
+    """Its workers end well after that, also on the removed host; the others begin again without waiting for a time limit."""
+    (script := tmp_path / "saves.py").write_text(SAVES)
+    (folder := tmp_path / "made").mkdir()
+    cluster = make("localhost:1,127.0.0.2:1", min=1)
+    cluster.run_script(script, folder)
+    until(lambda: len([*folder.glob("*.began")]) == 2, what="two workers")
+    cluster.remove_host("localhost")
+    until(lambda: len([*folder.glob("*.saved")]) == 2, what="both to save")
+    until(lambda: len([*folder.glob("*.began")]) == 3, what="the other to begin again")
+    until(lambda: any(event.kind == "host-gone" for event in cluster.events), what="the host to leave")
