@@ -54,7 +54,7 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     if cluster.stopping:
         return cluster
     cluster = scale_down(cluster, now, out)
-    wanted = cluster.limits.wanted - _staying(cluster)
+    wanted = _lacking(cluster)
     needs_reader = keeper(cluster) if _needs_kept_state_reader(cluster) else None
     changed: dict[str, Host] = {}
     started: dict[WorkerId, str] = {}  # with their GPUs
@@ -143,9 +143,14 @@ def _fill(
     return replace(with_slots(host, tuple(slots)), reason=reason), started, backoff_ends
 
 
-def _staying(cluster: ClusterState) -> int:
-    """How many workers live and have not been asked to end."""
-    return len(cluster.workers) - len(cluster.stopped) - len(cluster.leaving)
+def _lacking(cluster: ClusterState) -> float:
+    """How many workers more are wanted, and fit; less than 0: there are too many.
+
+    A failed worker, which stays for inspection, has a place among those that fit. Another one is started in its stead.
+    """
+    limits, staying = cluster.limits, len(cluster.workers) - len(cluster.stopped) - len(cluster.leaving)
+    room = NEVER if limits.room is None else limits.room
+    return min(limits.asked - (staying - len(cluster.failed)), room - staying)
 
 
 def scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -159,7 +164,7 @@ def scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterState
     if len(cluster.members) - len(cluster.leaving) > limits.max:
         staying = [w for w in cluster.members if w not in cluster.leaving]
         cluster = drain_workers(cluster, staying[limits.max :], now, out)
-    surplus = _staying(cluster) - int(limits.wanted)
+    surplus = -int(_lacking(cluster))
     if surplus <= 0:
         return cluster
     busy = cluster.member_set | cluster.stopped | cluster.failed

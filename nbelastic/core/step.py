@@ -61,6 +61,8 @@ def step(
     if worker is None or worker in cluster.workers:
         handle = _handle if worker is None else _handle_worker_event  # those of workers come in thousands
         cluster = handle(cluster, event, now, out)
+    if cluster.failed is not before.failed:  # others take the places of failed workers, and make place for them again
+        cluster = provisioning.provision(cluster, now, out)
     if more and only_waits(before, cluster, now):
         return cluster, tuple(out)
     if cluster.disconnected:

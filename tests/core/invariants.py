@@ -132,7 +132,7 @@ def _faults_of_sets(cluster: ClusterState, alive: frozenset[WorkerId], sets: Set
     present = cluster.active.name if cluster.active is not None else ""
     lingering = [w for w in alive if w not in stopped and cluster.linger_until and workers[w].job not in ("", present)]
     leaving = len(stopped) + len(sets["leaving"]) + len(lingering)
-    if len(alive) - leaving > wanted and not (sets["failed"] or cluster.stopping):
+    if len(alive) - leaving - len(sets["failed"]) > wanted and not cluster.stopping:
         yield f"{len(alive)} workers live, {wanted} are wanted"
 
 

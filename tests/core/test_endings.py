@@ -213,3 +213,22 @@ def test_a_replacement_gives_the_missing_result():
     story.answer().submit().kill("a/1#1").quiet(5.0)
     story.ended("a/0#1", "a/1#2")
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
+
+
+def test_a_free_slot_takes_the_place_of_a_newcomer_that_failed():
+    """The program of a replacement fails on its host: another host replaces the lost worker, and the job goes on."""
+    story = Story("a:2", "b:2", "c:1", min=4, max=4, cooldown=(0.0, 0.0)).run().commit(3)
+    story.kill("b/1#1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("b/1#2")))
+    story.ended("b/1#2", error="OSError: disk full").quiet(5.0)
+    assert story.names == ["a/0#1", "a/1#1", "b/0#1", "c/0#1"]
+    assert story.cluster.failed == {wid("b/1#2")}
+    story.finish().run("second").quiet(2.0)
+    assert (len(story.names), len(story.alive())) == (4, 4)
+
+
+def test_no_worker_is_started_in_place_of_a_failed_one_without_room_for_it():
+    """A failed worker still uses the driver's open files."""
+    story = Story("a:2", "b:2", min=1, max=2, room=2).run().commit(3)
+    story.kill("a/1#1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("a/1#2")))
+    story.ended("a/1#2", error="OSError: disk full").quiet(5.0)
+    assert story.alive() == ["a/0#1", "a/1#2"]

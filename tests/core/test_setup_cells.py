@@ -324,3 +324,11 @@ def test_versions_that_were_replaced_are_forgotten():
     story.answer()
     assert len(story.cluster.workers[wid("a/0#1")].ran) == 3  # with the values that the newest ones have just replaced
     assert len(story.cluster.setup) == 2
+
+
+def test_a_worker_on_which_a_cell_failed_is_not_one_of_those_that_max_keeps():
+    """max is lowered while a cell has failed on one of four workers: the three others stay, and train."""
+    story = Story("a:4", **LIMITS, max=4)
+    story.broken.add(("a/3#1", "import apex"))
+    story.answer().set_up("apex", "import apex").answer().scale(1, 3).run()
+    assert story.names == ["a/0#1", "a/1#1", "a/2#1"]
