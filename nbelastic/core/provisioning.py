@@ -153,6 +153,17 @@ def _lacking(cluster: ClusterState) -> float:
     return min(limits.asked - (staying - len(cluster.failed)), room - staying)
 
 
+def keep_leavers(cluster: ClusterState) -> ClusterState:
+    """Let members stay that had to leave only as they were above an earlier max. `scale_down` chooses anew."""
+    hosts = cluster.hosts
+    stay = [
+        w
+        for w in cluster.leaving
+        if hosts[w.host].phase is not HostPhase.DRAINING and w.slot < hosts[w.host].spec.slots
+    ]
+    return without(cluster, stay, "leaving")
+
+
 def scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Stop surplus workers: the youngest without a rank first, then members above max, from the highest rank.
 

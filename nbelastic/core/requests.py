@@ -43,6 +43,7 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
         case ev.Scaled(min=low, max=high, by=by):
             out.append(cmd.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
             cluster = replace(cluster, limits=replace(cluster.limits, min=low, max=high), settling_since=now)
+            cluster = provisioning.keep_leavers(cluster)
         case _:
             assert_never(event)
     provisioning.record_shortage(before, cluster, out)

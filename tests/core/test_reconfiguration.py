@@ -288,3 +288,18 @@ def test_a_newcomer_does_not_wait_for_one_that_is_left_out_and_has_not_come_back
     assert wid("c/0#1") in story.cluster.held_back.keys() - story.cluster.newcomers
     story.add("d:1").quiet(2.0)
     assert story.names == ["a/0#1", "b/0#1", "d/0#1"]
+
+
+@pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.ASKED, Stage.LEAVING])
+def test_members_stay_that_were_above_max_for_a_moment_only(stage):
+    """max is lowered and raised again before they have left: no worker ends, and no other one is started. Removed hosts leave."""
+    story = Story("a:2", "b:2", "c:1", min=1, cooldown=(0.0, 0.0)).run().commit(3).answer()
+    story.scale(1, 2)
+    if stage is not Stage.PREPARING:
+        story.hear(ev.WorkerPrepared)
+    if stage is Stage.LEAVING:
+        story.hear(ev.LeaveAcknowledged)
+    assert story.cluster.stage is stage
+    story.remove("c").scale(1, 4).quiet(10.0)
+    assert {str(command.worker) for command in story.commands(cmd.StopWorker)} == {"c/0#1"}
+    assert [name.partition("#")[0] for name in story.names] == ["a/0", "a/1", "b/0", "b/1"]
