@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import jobs, losses
+from nbelastic.core import host_lifecycle, jobs, losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.core.state import ClusterState, HostPhase, WorkerState
@@ -14,7 +14,7 @@ from nbelastic.protocol.cluster_limits import NEVER
 
 
 def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Commands) -> ClusterState:
-    """Stop the cluster: first programs, which may write a last checkpoint, then the agents."""
+    """Stop the cluster: first programs and scripts, which may write a last checkpoint, then the agents."""
     reason = event.reason
     if not cluster.stopping:
         cluster = jobs.end(replace(cluster, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
@@ -39,12 +39,18 @@ def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Comman
     if event.within is not None and cluster.linger_until:
         last = min(cluster.linger_last, now + event.within)
         cluster = replace(cluster, linger_until=min(cluster.linger_until, last), linger_last=last)
+    if event.within is not None:
+        end, known = now + event.within, cluster.ending_nodes
+        nodes = [name for name in cluster.hosts if host_lifecycle.has_script_workers(cluster, name)]
+        cluster = replace(cluster, ending_nodes={name: min(end, known.get(name, end)) for name in nodes})
     return cluster
 
 
 def retire(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """End agents whose workers' programs have ended or were killed. The last agents have a deadline."""
-    busy = {w.host for w, worker in cluster.workers.items() if worker.job} if cluster.linger_until else frozenset()
+    """End agents whose workers' programs have ended or were killed, and the node of a script. The last agents have a deadline."""
+    busy = {w.host for w, worker in cluster.workers.items() if worker.job} if cluster.linger_until else set()
+    nodes = {name for name in cluster.hosts if host_lifecycle.has_script_workers(cluster, name)}
+    busy |= nodes - cluster.disconnected.keys()
     idle = [name for name in cluster.hosts if name not in cluster.ending_hosts and name not in busy]
     if idle:
         out.extend(cmd.StopAgent(name) for name in idle)

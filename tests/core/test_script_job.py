@@ -106,6 +106,23 @@ def test_a_removed_host_does_not_wait_for_ever_for_its_node():
     assert ([*story.cluster.hosts], story.cluster.ending_nodes) == (["a"], {})
 
 
+def test_a_stopped_cluster_waits_for_the_workers_of_its_script():
+    """Each agent ends when its node has ended. If the kernel has ended, there is no time for that."""
+    story = Scripted("a:1", "b:1").answer().run_script()
+    story.send(ev.StopRequested())
+    assert stopped(story) == []
+    story.send(sev.NodeLeft("a", "its node ended (exit code 1)", broken=True))
+    assert stopped(story) == ["a"]
+    assert stopped(story.wait(35.0)) == ["a", "b"]
+    story = Scripted("a:1", "b:1").answer().run_script()
+    story.send(ev.StopRequested("its kernel has ended", within=0.5))
+    assert stopped(story.wait(0.5)) == ["a", "b"]
+    story = Scripted("a:1", "b:1").answer().run_script()
+    story.send(HostDisconnected("b", "ssh has ended"))
+    story.send(ev.StopRequested())
+    assert stopped(story) == ["b"]
+
+
 def test_a_host_that_is_added_again_while_its_node_ends_gets_another_one():
     """The host stays, and no node that ends takes it away later."""
     story = removed().add("b:1").answer().nodes_answer()

@@ -86,6 +86,7 @@ def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
 SAVES = """
 import os, signal, sys, time
 def save(*_):
+    time.sleep(0.3)
     open(f"{sys.argv[1]}/{os.getpid()}.saved", "w").close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
@@ -96,7 +97,10 @@ while True:
 
 
 def test_a_script_saves_at_sigterm_when_its_host_is_removed(make: Callable[..., nbe.Cluster], tmp_path: Path):
-    """Its workers end well after that, also on the removed host; the others begin again without waiting for a time limit."""
+    """Its workers end well after that, also on the removed host; the others begin again without waiting for a time limit.
+
+    Those of a cluster that stops save too.
+    """
     (script := tmp_path / "saves.py").write_text(SAVES)
     (folder := tmp_path / "made").mkdir()
     cluster = make("localhost:1,127.0.0.2:1", min=1)
@@ -106,3 +110,5 @@ def test_a_script_saves_at_sigterm_when_its_host_is_removed(make: Callable[..., 
     until(lambda: len([*folder.glob("*.saved")]) == 2, what="both to save")
     until(lambda: len([*folder.glob("*.began")]) == 3, what="the other to begin again")
     until(lambda: any(event.kind == "host-gone" for event in cluster.events), what="the host to leave")
+    cluster.stop()
+    assert len([*folder.glob("*.saved")]) == 3
