@@ -178,7 +178,7 @@ def test_a_pause_lasts_until_somebody_resumes():
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.FORMING, Stage.RUNNING, Stage.LEAVING, Stage.HALTED])
 def test_a_new_driver_pauses_again(stage):
-    """The driver of a paused training dies: under the next one the members stand still at a commit, until somebody resumes."""
+    """The driver of a paused training dies: under the next one the members stand still at a commit, until a client resumes."""
     story = with_stage(stage)
     story.send(ev.PauseRequested("you"))
     Away(story).new_driver().quiet(1.0)

@@ -86,7 +86,7 @@ def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
 SAVES = """
 import os, signal, sys, time
 def save(*_):
-    time.sleep(0.3)
+    time.sleep(1.5)
     open(f"{sys.argv[1]}/{os.getpid()}.saved", "w").close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
@@ -99,7 +99,7 @@ while True:
 def test_a_script_saves_at_sigterm_when_its_host_is_removed(make: Callable[..., nbe.Cluster], tmp_path: Path):
     """Its workers end well after that, also on the removed host; the others begin again without waiting for a time limit.
 
-    Those of a cluster that stops save too.
+    Workers of a cluster that stops save too.
     """
     (script := tmp_path / "saves.py").write_text(SAVES)
     (folder := tmp_path / "made").mkdir()
