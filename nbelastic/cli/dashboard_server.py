@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
-from tornado.web import Application, RequestHandler
+from tornado.web import Application, HTTPError, RequestHandler
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 from nbelastic.client.cluster import Cluster
@@ -110,6 +110,7 @@ class _Server(HTTPServer):  # type: ignore[misc]  # tornado carries no types her
 
 def _application(pages: Pages) -> Application:
     settings = {
+        "default_handler_class": _Missing,
         "log_function": lambda _: None,
         "websocket_max_message_size": MAX_MESSAGE,
         "websocket_ping_interval": 20,
@@ -121,8 +122,22 @@ def _application(pages: Pages) -> Application:
     return application
 
 
-class _File(RequestHandler):  # type: ignore[misc]  # tornado carries no types here
+class _Missing(RequestHandler):  # type: ignore[misc]  # tornado carries no types here
+    """Answers requests for other paths. Any user of the machine can send wrong ones: they print nothing at the terminal."""
+
+    def prepare(self) -> None:
+        raise HTTPError(404)
+
+    def log_exception(self, *_: object) -> None:
+        pass
+
+
+class _File(RequestHandler):  # type: ignore[misc]  # as above
     """A file of the page."""
+
+    def log_exception(self, *error: Any) -> None:
+        if not isinstance(error[1], HTTPError):  # else the request was wrong
+            super().log_exception(*error)
 
     def get(self, name: str) -> None:
         file, kind = FILES[name]
@@ -231,6 +246,10 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
         self.set_nodelay(True)
         self._pages.add(self)
         self._timer = asyncio.get_running_loop().call_later(TOKEN_TIMEOUT, self._refuse)
+
+    def log_exception(self, *error: Any) -> None:
+        if self._is_known:  # else any user of the machine could print at the terminal
+            super().log_exception(*error)
 
     def on_close(self) -> None:
         self._pages.remove(self)

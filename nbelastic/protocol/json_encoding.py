@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)  # of msgspec; the second for a text that is not UTF-8
+# Of msgspec: UnicodeDecodeError for a text that is not UTF-8, RecursionError for one that is nested too deeply.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.json.Encoder()
 

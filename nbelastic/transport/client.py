@@ -332,7 +332,7 @@ class Client:
     def _handle_frame(self, frame: bytes) -> None:
         try:
             message = self._decoder.decode(frame)
-        except (*DECODE_ERRORS, RecursionError) as error:
+        except DECODE_ERRORS as error:
             self.dropped += 1
             if self.dropped == 1:
                 log.warning("dropped a message of the driver: %.200s; later ones are only counted", error)

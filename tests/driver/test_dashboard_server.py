@@ -103,6 +103,34 @@ def test_a_page_gets_the_state_and_its_own_answers(visit):
     visit(story)
 
 
+WRONG_REQUESTS = [
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1\r\n\r\na",
+    b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1\r\n\r\na",
+    b"GET /socket HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n%s"
+    % (b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x\r\nOrigin: http://[::1\r\n\r\n"),
+]
+
+
+def test_wrong_requests_print_nothing_at_the_terminal(visit, caplog):
+    """Any user of the machine can send them, without the token. A page that has it and sends nonsense goes on."""
+
+    async def story(site):
+        for request in WRONG_REQUESTS:
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+            writer.write(request)
+            assert (await reader.readline()).split()[1] in (b"400", b"500")
+            writer.close()
+        for page in (await site.connect(), await site.page()):
+            await page.write_message("[" * 60_000)
+        unknown, known = site.connections
+        assert await unknown.read_message() is None
+        await known.write_message(json.dumps({"ask": "history", "id": "0-1"}))
+        await read(known, lambda m: m.get("reply") == "0-1")
+
+    visit(story)
+    assert not caplog.records
+
+
 def test_without_the_token_a_page_gets_nothing(visit):
     """A wrong token, none, or anything else closes the connection with a reason that the page shows."""
 
