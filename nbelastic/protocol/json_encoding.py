@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,6 +13,7 @@ import msgspec
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.json.Encoder()
+_LONG_NUMBER = re.compile(rb"\d{19}")  # an integer with so many digits may need more than 64 bits
 
 
 def encode(message: object) -> bytes:
@@ -19,6 +22,17 @@ def encode(message: object) -> bytes:
         return _encoder.encode(message)
     except UnicodeEncodeError:
         return json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace")
+
+
+def decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
+    """Decode a message of a host. DECODE_ERRORS, also for an integer beyond 64 bits: clients could not read the status then."""
+    message = decoder.decode(data)
+    if _LONG_NUMBER.search(data):
+        try:
+            msgspec.msgpack.encode(message)
+        except OverflowError as error:
+            raise msgspec.ValidationError(str(error)) from None
+    return message
 
 
 def encode_lines(messages: Sequence[object]) -> bytes:

@@ -31,7 +31,7 @@ from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.host_texts import cleaned
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
+from nbelastic.protocol.json_encoding import DECODE_ERRORS, decode, encode
 from nbelastic.protocol.messages import HEAD
 from nbelastic.system import ports
 from nbelastic.system.addresses import bracketed
@@ -362,7 +362,7 @@ class Server:
         try:
             if decoder is None or not name.isprintable() or len(frames) != 1 or len(frames[0]) > MAX_MESSAGE:
                 raise msgspec.ValidationError("unknown role, several frames or too long")
-            message: messages.Message | ev.Event = decoder.decode(frames[0])
+            message: messages.Message | ev.Event = decode(decoder, frames[0])
         except DECODE_ERRORS as error:
             self._drop(peer, str(error))
             return None

@@ -88,6 +88,10 @@ INVALID = {
     "another worker's message": encode(ev.WorkerFormed(WorkerId("a", 0, 2), 1)),
     "another host's worker": encode(ev.WorkerFormed(WorkerId("b", 0, 1), 1)),
     "an infinite number": b'{"type":"WorkerFormed","worker":{"host":"a","slot":0,"incarnation":1},"generation":1e999}',
+    "an integer of 84 bits": b'{"type":"WorkerFormed","worker":{"host":"a","slot":0,"incarnation":1},"generation":1%s}'
+    % (b"0" * 25),
+    "an integer that no float holds": b'{"type":"WorkerFormed","worker":{"host":"a","slot":0,"incarnation":1},"generation":-1%s}'
+    % (b"0" * 400),
     "too long": b'{"type":"WorkerFormed","pad":"' + b"x" * MAX_MESSAGE + b'"}',
     "several frames": [encode(MESSAGE), encode(MESSAGE)],
     "many empty frames": [b""] * 50,
