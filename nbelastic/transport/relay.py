@@ -44,14 +44,20 @@ def bundles(messages: Iterable[tuple[bytes, bytes, bytes]]) -> Iterator[list[byt
 
 def is_bundle(frames: Sequence[bytes]) -> bool:
     """Whether these frames, without ZeroMQ's own, are a bundle. A single message has one or two frames."""
-    return len(frames) >= 3 and len(frames) % 3 == 0
+    pairs = zip(frames[::3], frames[1::3], strict=False)
+    return len(frames) >= 3 and len(frames) % 3 == 0 and all(_fit(names, heads) for names, heads in pairs)
+
+
+def _fit(names: bytes, heads: bytes) -> bool:
+    """Whether there is a head for each name, or none at all."""
+    return not heads or len(heads) == (names.count(_BETWEEN) + 1) * HEAD.size
 
 
 def opened(frames: Sequence[bytes]) -> Iterator[tuple[bytes, list[bytes]]]:
     """Yield the name and the frames of each message in a bundle. ValueError if `bundles` did not make it."""
     for names, heads, what in zip(frames[::3], frames[1::3], frames[2::3], strict=True):
         each = names.split(_BETWEEN)
-        if len(heads) not in (0, len(each) * HEAD.size):
+        if not _fit(names, heads):
             raise ValueError(f"{len(each)} names and {len(heads)} bytes of heads")
         for i, name in enumerate(each):
             head = heads[i * HEAD.size : (i + 1) * HEAD.size]

@@ -14,6 +14,7 @@ from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.messages import HEAD
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.sockets import MAX_MESSAGE
 from tests.support.waiting import until_async as until
@@ -95,6 +96,7 @@ INVALID = {
     "too long": b'{"type":"WorkerFormed","pad":"' + b"x" * MAX_MESSAGE + b'"}',
     "several frames": [encode(MESSAGE), encode(MESSAGE)],
     "many empty frames": [b""] * 50,
+    "a bundle with too few heads": [b"worker/a/0#1\nworker/a/1#1", bytes(HEAD.size), encode(MESSAGE)],
 }
 
 
