@@ -134,6 +134,8 @@ class ReceivedMessages:
                 self._handle_progress(message)
             case worker_messages.FetchCall() if self._cells.send_pushed(message):
                 pass
+            case worker_messages.ProgramResult(value=messages.Blob(data=b"", path="")) if not self.is_known(peer):
+                pass  # a lost worker sends no value any more; a host could fill the disk with values of workers that never were
             case (
                 worker_messages.ProgramResult()
                 | worker_messages.SwapReport()

@@ -11,11 +11,12 @@ from nbelastic.core import step as core_step
 from nbelastic.driver import decisions
 from nbelastic.driver.dependencies import Dependencies
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import worker_messages
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import pickling
 from nbelastic.transport.client import Client
 from nbelastic.transport.server import Server
-from tests.driver.fakes import driver_for, settings_for
+from tests.driver.fakes import driver_for, run_story, settings_for, training
 from tests.support import driver_thread
 from tests.support.waiting import until
 
@@ -55,3 +56,20 @@ def test_a_late_message_of_a_lost_worker_does_not_bring_it_back(
     assert [(server.heard_at, server._deliveries) for server in servers] == [({}, {})]
     thread.ask(ev.StopRequested("that is all"))
     thread.wait(20)
+
+
+def test_a_host_cannot_fill_the_disk_with_values_of_workers_that_never_were(tmp_path: Path) -> None:
+    """The driver fetches a long value from a worker of the cluster, and from no other name that a host uses."""
+
+    async def story() -> None:
+        async with training(tmp_path, "a:1,b:1", min=1) as fakes:
+            real, size = next(iter(fakes.driver.cluster.workers)), pickling.INLINE + 1
+            for w in (WorkerId(real.host, 7, 1), WorkerId(real.host, real.slot, 99), real):
+                peer = f"worker/{w}"
+                fakes.deliver(peer, worker_messages.ProgramResult(w, "job-1", value=messages.Blob(size)))
+                fakes.deliver(peer, worker_messages.ResultPiece(w, "job-1", 0, bytes(size)))
+                await fakes.settle()
+            files = fakes.driver.jobs.results.folder("job-1").iterdir()
+            assert [file.name for file in files] == [str(real).replace("/", "-")]
+
+    run_story(story)
