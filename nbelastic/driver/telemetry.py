@@ -15,12 +15,12 @@ from nbelastic.driver.slow_ranks import SlowRanks
 from nbelastic.driver.step_time_table import StepTimeTable
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.report_history import ReportHistory, ReportRows
+from nbelastic.protocol.report_history import MAX_NAMES, ReportHistory, ReportRows
 from nbelastic.protocol.status import GpuStatus, RequestStatus
 
 NAN = float("nan")
 BEHIND_TIME = 2.0  # seconds that others must have been ahead, because most workers report once a second
-MAX_CURVES = 4
+MAX_CURVES = 4  # of one report; of a job MAX_NAMES
 MAX_WORLDS = 8
 MAX_POINTS = 100  # of a curve
 LARGEST_TOTAL = 2**53  # JavaScript has no larger integers
@@ -180,7 +180,7 @@ class Telemetry(Struct):
         is_valid = isinstance(total, float | int) and 0 < total < LARGEST_TOTAL
         self.total = int(total) if total is not None and is_valid else None
         for name, value in list(self.report.items())[:MAX_CURVES]:
-            if isinstance(value, str):
+            if isinstance(value, str) or (name not in self.curves and len(self.curves) >= MAX_NAMES):
                 continue
             if name not in self.curves:
                 self.curves = {**self.curves, name: Curve()}

@@ -17,6 +17,7 @@ from nbelastic.driver.status import snapshot
 from nbelastic.driver.telemetry import MAX_POINTS, Curve, Telemetry
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.report_history import MAX_NAMES
 from nbelastic.protocol.status import CopiesStatus, WorkerCopies
 from tests.core.story import wid
 
@@ -43,6 +44,15 @@ def test_the_total_has_no_curve():
     for total in (math.nan, math.inf, -1.0):
         telemetry.add_report({"loss": 0.5, "total": total})
         assert telemetry.total is None
+
+
+def test_a_job_that_reports_ever_new_names_has_few_curves():
+    """Each status has all of them, and the driver saves them each second. Curves that have begun go on."""
+    telemetry = Telemetry()
+    for step in range(1000):
+        telemetry.add_report({"loss": float(step), f"loss of shard {step}": 0.5})
+    assert len(telemetry.curves) == MAX_NAMES
+    assert max(telemetry.curves["loss"].points) > 900
 
 
 def test_a_value_that_is_not_finite_is_reported_once_per_job():
