@@ -1,6 +1,7 @@
 """Texts that hosts send to the driver: a text that people see beside others is one line of printable characters, and not long.
 
-What a program prints stays as it is, with tracebacks and stacks: it is shown on its own.
+What a program prints stays as it is: it is shown on its own. Tracebacks and stacks have several lines, without control
+sequences other than for colours.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from msgspec import Struct, structs
 
 from nbelastic.protocol import cell_messages, messages, program_events, script_events, worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.system.terminal_text import printable_line
+from nbelastic.system.terminal_text import printable_line, remove_controls
 
 # By kind of message, what stays as it is: the output of programs, and what is never shown.
 KEPT: dict[type[Struct], frozenset[str]] = {
@@ -20,12 +21,16 @@ KEPT: dict[type[Struct], frozenset[str]] = {
     messages.Blob: frozenset({"path"}),
     messages.WorkerOutput: frozenset({"text"}),
     cell_messages.CellPiece: frozenset({"text"}),
-    cell_messages.CellResult: frozenset({"stdout", "stderr", "traceback"}),
-    program_events.BreakpointReached: frozenset({"text"}),
-    script_events.Failure: frozenset({"traceback"}),
-    worker_messages.ProgramResult: frozenset({"traceback"}),
-    worker_messages.StackShown: frozenset({"text"}),
-    worker_messages.SwapReport: frozenset({"traceback"}),
+    cell_messages.CellResult: frozenset({"stdout", "stderr"}),
+}
+# By kind of message, what may have several lines.
+LINES: dict[type[Struct], str] = {
+    cell_messages.CellResult: "traceback",
+    program_events.BreakpointReached: "text",
+    script_events.Failure: "traceback",
+    worker_messages.ProgramResult: "traceback",
+    worker_messages.StackShown: "text",
+    worker_messages.SwapReport: "traceback",
 }
 T = TypeVar("T", bound=Struct)
 
@@ -33,9 +38,10 @@ T = TypeVar("T", bound=Struct)
 def cleaned(message: T) -> T:
     """The message, with its texts as above."""
     changed = {}
+    several = LINES.get(type(message))
     for name in _fields_with_text(type(message)):
         before = getattr(message, name)
-        if (after := printable_line(before) if type(before) is str else _clean(before)) != before:
+        if (after := remove_controls(before) if name == several else _clean(before)) != before:
             changed[name] = after
     return structs.replace(message, **changed) if changed else message
 

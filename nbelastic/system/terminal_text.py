@@ -12,7 +12,6 @@ _CONTROLS = re.compile(
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 MOST_OF_A_LINE = 1000  # characters of another host's text that people see
-_MOVES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-ln-~]")  # control sequences other than for colours, which end in `m`
 
 
 LINE_STEP = re.compile(r"(\n|\x1b\[\d*A)")  # to another line: down, or up, as nested progress bars do
@@ -44,10 +43,10 @@ def printable_line(text: str, most: int = MOST_OF_A_LINE) -> str:
 
 
 def as_displayed(line: str) -> str:
-    """One line as a terminal displays it: its last frame, with colours, without cursor movements."""
-    if "\r" not in line and "\x1b" not in line:
+    """One line as a terminal displays it: its last frame, with colours and tabs, without other control characters and sequences."""
+    if line.isprintable() or not _CONTROLS.search(line):
         return line
-    return _MOVES.sub("", _newest_frame(line)).strip("\r").rstrip(" ")
+    return remove_controls(_newest_frame(line)).rstrip(" ")
 
 
 def _newest_frame(line: str) -> str:

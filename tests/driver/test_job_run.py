@@ -59,6 +59,17 @@ def test_a_progress_bar_is_one_line():
     assert not any("\r" in line for line in lines(run))
 
 
+def test_a_line_does_not_change_the_terminal_of_its_reader():
+    """%elastic_logs prints it with colours and tabs, without sequences that change the title, the clipboard, or what is above."""
+    run = JobRun("job-1", None)
+    end = add_output(
+        run, "\x1b]52;c;aGE=\x07one\ttwo \x1b[31mred\x1b[0m\x1b[3A\x1b[2J\x08 \n\x1b]0;title\x1b\\end\x9b\x1bc\n"
+    )
+    assert lines(run) == ["one\ttwo \x1b[31mred\x1b[0m", "end"]
+    add_output(run, "\x1b]0;title\x07bar", end=end)
+    assert unfinished(run) == [("a/0#1", "out", "bar")]
+
+
 def test_a_long_run_of_frames_needs_no_more_memory_than_one():
     """A progress bar that never ends is kept as its last frame."""
     run = JobRun("job-1", None)

@@ -9,7 +9,8 @@ from msgspec import inspect
 
 from nbelastic.protocol import agent_messages, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.host_texts import KEPT, cleaned
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.host_texts import KEPT, LINES, cleaned
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.system.terminal_text import MOST_OF_A_LINE
 from tests.support.waiting import until_async as until
@@ -50,7 +51,7 @@ def texts(value):
         yield value
     elif isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
-            if name not in KEPT.get(type(value), ()):
+            if name not in KEPT.get(type(value), ()) and name != LINES.get(type(value)):
                 yield from texts(getattr(value, name))
     elif isinstance(value, dict):
         yield from texts((*value, *value.values()))
@@ -67,6 +68,17 @@ def test_a_text_of_a_host_is_one_short_printable_line(kind):
         assert text.isprintable()
         assert len(text) <= MOST_OF_A_LINE
     assert cleaned(cleaned(arrived)) == cleaned(arrived)
+
+
+def test_a_traceback_keeps_its_lines_and_colours():
+    """And nothing that changes the terminal of its reader: its title, its clipboard, or what is above."""
+    text = "Traceback:\n\tline \x1b[31m1\x1b[0m\nValueError: \x1b]52;c;aGE=\x07no\x1b[2J\x1b[A\r\x9b"
+    shown = "Traceback:\n\tline \x1b[31m1\x1b[0m\nValueError: no"
+    failed = sev.NodeFailed("a", 1, (sev.Failure(0, 0, 1, "no", text),))
+    assert cleaned(failed).failures[0].traceback == shown
+    for kind, name in LINES.items():
+        sent = msgspec.structs.replace(msgspec.convert(hostile(inspect.type_info(kind)), kind), **{name: text})
+        assert getattr(cleaned(sent), name) == shown
 
 
 def test_what_a_worker_says_is_cleaned_before_the_driver_handles_it():
