@@ -31,7 +31,7 @@ from nbelastic.system.processes import die_with_parent
 UNUSED = 30 * 24 * 3600  # seconds after which an environment that no agent has used is removed
 BORROWED = "nbelastic"  # the installer of the host's packages
 KEPT = 12  # lines of uv that explain a failure
-_PASSWORD = re.compile(r"://[^/\s@]+@")
+_PASSWORD = re.compile(r"://[^/\s]+@")  # up to the last @ before the path: a password may have one
 _CAUSE = re.compile(r":?\s*(?:[╰├]─▶|\bcause:|\bCaused by:)\s*")
 _SIGNS = re.compile(r"[×╰├│─▶╭]+\s*")
 _NAMES = re.compile(r"[-_.]+")

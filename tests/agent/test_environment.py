@@ -155,6 +155,13 @@ def test_what_uv_prints_about_a_failure_becomes_one_line(lines, text):
 def test_passwords_in_addresses_are_not_shown(capsys):
     environment_maker._say("uv: https://me:word@host/simple failed, and https://token@host/x")
     assert capsys.readouterr().out == "uv: https://***@host/simple failed, and https://***@host/x\n"
+    environment_maker._say(
+        "https://me:pass@word@host/simple, git+https://me:a@b@host/repository.git@v1, and me@mail.example"
+    )
+    assert (
+        capsys.readouterr().out
+        == "https://***@host/simple, git+https://***@host/repository.git@v1, and me@mail.example\n"
+    )
 
 
 def test_a_maker_that_is_killed_leaves_no_environment_and_the_next_one_cleans_up(wheels, cache, settings, monkeypatch):
