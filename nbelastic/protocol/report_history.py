@@ -120,4 +120,4 @@ def _mean(rows: Sequence[Row]) -> Row:
     first = len(PLACE)
     width = max(len(row) for row in rows)
     columns = [[value for row in rows if i < len(row) and (value := row[i]) is not None] for i in range(first, width)]
-    return [*rows[-1][:first], *(sum(values) / len(values) if values else None for values in columns)]
+    return [*rows[-1][:first], *(_finite(sum(values) / len(values)) if values else None for values in columns)]

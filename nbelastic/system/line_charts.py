@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 300, 200  # of one chart
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 54, 24  # what is around the plot
+MOST, LEAST = 1e300, 1e-300  # of a value, and of a range: beyond them floats overflow
 CLOSE = 28  # between two marks: less than the width of a text
 
 
@@ -81,11 +82,12 @@ class _Axis:
     """Where a value is in the picture, between `start` and `end`."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high = low, high if high > low else low + max(1.0, abs(low) * 1e-6)
+        low, high = _clipped(low), _clipped(high)
+        self.low, self.high = low, high if high - low > LEAST else low + max(1.0, abs(low) * 1e-6)
         self.start, self.end = start, end
 
     def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        return self.start + (_clipped(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
         """Two to five round numbers."""
@@ -94,3 +96,7 @@ class _Axis:
         step = power * (0.5 if count < 2 else 1 if count < 5 else 2)
         first = math.ceil(self.low / step)
         return [step * i for i in range(first, math.floor(self.high / step) + 1)]
+
+
+def _clipped(value: float) -> float:
+    return min(max(value, -MOST), MOST)

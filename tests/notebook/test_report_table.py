@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from xml.etree import ElementTree as ET
 
+import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from nbelastic.client.report_table import CHARTS, ReportTable
-from nbelastic.protocol.report_history import ReportHistory
+from nbelastic.protocol.report_history import MAX_ROWS, ReportHistory
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -50,6 +53,20 @@ def test_a_value_that_was_not_reported_is_a_gap():
     assert line.get("d").count("M") == 2
     many = table(**{f"name{i}": float for i in range(CHARTS + 2)})
     assert len([text for text in texts(many) if text.startswith("name")]) == CHARTS
+
+
+@pytest.mark.parametrize("numbers", [(1e308, -1e308), (0.0, 5e-324), (1.7e308, 1.7e308), (1e-320, 2e-320)])
+def test_the_largest_and_the_smallest_numbers_have_a_chart(numbers):
+    """A diverging loss must not end the cell with an error; nor does the mean of many such values in a row."""
+    odd = table(loss=lambda step: numbers[step % 2])
+    places = re.findall(
+        r"[-\d.einfa]+", "".join(path.get("d") for path in ET.fromstring(odd._repr_svg_()).iter(f"{SVG}path"))
+    )
+    assert all(-1 <= float(place) <= 301 for place in places)
+    history = ReportHistory()
+    for step in range(3 * MAX_ROWS):
+        history.add((step + 1, 1e9 + step, 1, 2), {"loss": numbers[0]})
+    assert all(row[4] is None or math.isfinite(row[4]) for row in history.rows)
 
 
 def test_equal_values_and_a_single_row_are_charts_too():
