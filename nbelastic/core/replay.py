@@ -31,7 +31,19 @@ from nbelastic.protocol.worker_messages import WorkerReport
 
 REMOVED = "removed"
 # Fields with text of the user's program, or about the user.
-PRIVATE = ("error", "reason", "text", "place", "traceback", "target", "stop_reason", "problem", "user", "last_line")
+PRIVATE = (
+    "error",
+    "reason",
+    "text",
+    "place",
+    "traceback",
+    "target",
+    "stop_reason",
+    "stopping",
+    "problem",
+    "user",
+    "last_line",
+)
 EMPTIED = ("packages",)
 DIGESTED = ("key", "changed")  # names of variables; the core only compares them
 # Events of the core to a script, which `step` makes itself.
@@ -119,7 +131,7 @@ def parse(text: str | bytes) -> Line:
     try:
         line = _LINE.decode(text)
         event = _EVENT.decode(line.event) if line.event else None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"it is not a line of an event log of this version ({error})") from None
     if line.begins is None and event is None and line.record is None:
         raise UsageError("it is not a line of an event log")

@@ -140,6 +140,8 @@ def test_a_shared_line_has_no_names_of_the_user():
     added = replay.shared(replay.line_of(1.0, ev.HostRemoved("a", by="you (xyzzy.ipynb)")))
     assert replay.parse(encode(added)).event.by == "you"
     assert replay.shared({"begins": {"paused_by": "you (xyzzy.ipynb)"}}) == {"begins": {"paused_by": "you"}}
+    stopping = replay.shared({"begins": {"stopping": "stopped by you (xyzzy.ipynb)"}})
+    assert stopping == {"begins": {"stopping": replay.REMOVED}}
 
 
 def test_a_step_that_raises_ends_the_replay(monkeypatch):

@@ -115,6 +115,11 @@ def test_a_line_that_was_cut_off_is_left_out(log, capsys):
         ("", "has no events"),
         ("hello\n", "line 1: it is not a line of an event log"),
         ('{"at": 1.0, "event": {"type": "Thawed"}}\n', "line 1: it is not a line of an event log of this version"),
+        (
+            b'{"at": 1.0, "record": {"kind": "\xff", "text": "b"}}\n',
+            "has no events",
+        ),
+        ('{"at": 1.0, "event": ' + "[" * 100_000 + "\n", "has no events"),
         ('{"at": 1.0, "event": {"type": "Ticked"}}\n', "its first events are missing"),
         ('{"at": 1.0, "record": {"kind": "a", "text": "b"}}\n', "no driver's beginning"),
     ],
@@ -123,7 +128,7 @@ def test_a_file_that_cannot_be_replayed_gives_one_line(tmp_path, capsys, text, w
     """The error names the file and says what is wrong."""
     path = tmp_path / "some.jsonl"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["replay", str(path)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
