@@ -15,6 +15,7 @@ from nbelastic.cli.follow import Output
 from nbelastic.cli.main import main
 from nbelastic.driver.results import Outcome
 from nbelastic.protocol import messages
+from nbelastic.system.terminal_text import as_displayed
 from tests.core.story import wid
 from tests.driver.raw_client import blob, end_job, in_driver
 from tests.support.processes import run_folder
@@ -43,7 +44,7 @@ def print_as_worker(cluster, job, rank: int, text: str) -> None:
         driver._on_message(f"worker/{w}", messages.WorkerOutput(w, "out", text, end, job.name, rank))
 
     in_driver(cluster, receive)
-    until(lambda: text.strip().rpartition("\n")[2] in job.logs())
+    until(lambda: as_displayed(text.strip().rpartition("\n")[2]) in job.logs())
 
 
 def test_without_a_cluster_each_command_says_so(run_command, clusters_folder):
