@@ -9,6 +9,7 @@ from typing import NamedTuple
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.terminal_text import as_displayed
 
+LONG = 1000  # characters of a line that counts as one in these limits; one of 64,000 counts as 65
 TAIL = 10_000  # lines kept per worker, and with many workers fewer; the log files have all lines
 LEAST = 1000  # lines kept per worker, however many there are
 MOST = 100_000  # lines kept of all workers, lost ones included; beyond it, the worker that printed last longest ago is dropped
@@ -48,6 +49,7 @@ class OutputBuffer:
         self.line_count = 0  # all lines so far
         self.changes = 0  # changes of unfinished lines so far
         self._kept = 0  # lines in memory
+        self._kept_of: dict[WorkerId, int] = {}  # of each worker
         self._share = TAIL  # of them, the most per worker
         self._unfinished: dict[tuple[WorkerId, str], _Unfinished] = {}  # by stream
 
@@ -56,30 +58,34 @@ class OutputBuffer:
         lines = self._lines_of(worker)
         self.line_count = line.number
         lines.append(line)
-        self._kept += 1
-        self._trim(lines)
+        self._count(worker, _weight(line))
+        self._trim(worker)
         while self._kept > MOST and len(self.lines) > 1:
-            worker, lines = self.lines.popitem(last=False)
-            self._kept -= len(lines)
+            worker, _ = self.lines.popitem(last=False)
+            self._kept -= self._kept_of.pop(worker)
             for stream in ("out", "err"):
                 self._unfinished.pop((worker, stream), None)
             self._on_drop(worker)
 
     def _lines_of(self, worker: WorkerId) -> deque[Line]:
         if worker not in self.lines:
-            self.lines[worker] = deque()
+            self.lines[worker], self._kept_of[worker] = deque(), 0
             share = self._share
             self._share = max(LEAST, min(TAIL, MOST // len(self.lines)))
-            for lines in self.lines.values() if self._share < share else ():  # not for each of a thousand workers
-                self._trim(lines)
+            for other in self.lines if self._share < share else ():  # not for each of a thousand workers
+                self._trim(other)
         self.lines.move_to_end(worker)
         return self.lines[worker]
 
-    def _trim(self, lines: deque[Line]) -> None:
-        """Drop the oldest lines of a worker beyond its share."""
-        while len(lines) > self._share:
-            lines.popleft()
-            self._kept -= 1
+    def _count(self, worker: WorkerId, lines: int) -> None:
+        self._kept += lines
+        self._kept_of[worker] += lines
+
+    def _trim(self, worker: WorkerId) -> None:
+        """Drop the oldest lines of a worker beyond its share, but not its newest one."""
+        lines = self.lines[worker]
+        while self._kept_of[worker] > self._share and len(lines) > 1:
+            self._count(worker, -_weight(lines.popleft()))
 
     def set_unfinished(self, worker: WorkerId, line: Line) -> None:
         """Set the unfinished line of a stream; a line without text means that there is none."""
@@ -123,3 +129,8 @@ class OutputBuffer:
             if line.number > number
         ]
         return sorted(found, key=lambda pair: pair[1].number)[-most:]
+
+
+def _weight(line: Line) -> int:
+    """As how many lines it counts."""
+    return 1 + len(line.text) // LONG

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from nbelastic.protocol.output_buffer import LEAST, MOST, TAIL, Line, OutputBuffer
+from nbelastic.protocol.output_buffer import LEAST, LONG, MOST, TAIL, Line, OutputBuffer
 from tests.core.story import wid
 
 
-def print_lines(buffer, worker, count):
+def print_lines(buffer, worker, count, text="x"):
     for _ in range(count):
-        buffer.add(wid(worker), Line(buffer.line_count + 1, "out", "x"))
+        buffer.add(wid(worker), Line(buffer.line_count + 1, "out", text))
 
 
 def kept(buffer):
@@ -37,3 +37,18 @@ def test_workers_share_the_room_before_one_of_them_loses_all():
     assert sum(kept(buffer).values()) == MOST
     assert set(kept(buffer).values()) == {LEAST}
     assert len(dropped) == 50
+
+
+def test_long_lines_count_as_several():
+    """Else pictures or JSON that a program prints as text would fill gigabytes of the driver and of each client."""
+    dropped = []
+    buffer = OutputBuffer(dropped.append)
+    print_lines(buffer, "a/0#1", 1000, "x" * (64 * LONG))
+    assert kept(buffer) == {"a/0#1": TAIL // 65}
+    print_lines(buffer, "a/0#1", TAIL)
+    assert kept(buffer) == {"a/0#1": TAIL}
+    print_lines(buffer, "a/1#1", 1, "x" * (2 * LONG * MOST))
+    assert kept(buffer) == {"a/1#1": 1}
+    assert dropped == [wid("a/0#1")]
+    print_lines(buffer, "a/1#1", 1)
+    assert kept(buffer) == {"a/1#1": 1}
