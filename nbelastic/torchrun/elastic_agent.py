@@ -94,13 +94,6 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
         self._shutdown(timeout=self._shutdown_timeout)
         self.kill_groups()
 
-    def _shutdown(self, *how: Any, **more: Any) -> None:
-        """A fork whose script has ended well at SIGTERM would wait for torch to read its value, until it is killed."""
-        is_read = getattr(self._pcontext, "_worker_finished_event", None)
-        if is_read is not None:
-            is_read.set()
-        super()._shutdown(*how, **more)
-
     def kill_groups(self) -> None:
         """Kill the workers' process groups, and remove the error files of torch."""
         pids, round_number = self.workers
@@ -118,7 +111,7 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
         return result
 
     def _note_ends_without_value(self) -> None:
-        """Add the missing value of a fork that ended with `os._exit(0)`: torch would wait for it without end."""
+        """Add the value of a fork that has ended well: torch would wait for it without end. Forks do not send one."""
         context = self._pcontext
         forks = getattr(context, "_pc", None)
         if forks is None:

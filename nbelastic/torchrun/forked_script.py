@@ -34,10 +34,10 @@ INTERRUPTED = 130
 
 
 def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments: str) -> None:
-    """Run the script or module, then return. `variables`: names of the environment of a new process, besides torch's.
+    """Run the script or module, and end this process. `variables`: names of the environment of a new process, besides torch's.
 
-    SystemExit with the exit code of a new process. Exceptions are printed and raised to torch, which writes them into
-    the error file.
+    SystemExit with the exit code of a new process, unless it is 0. Exceptions are printed and raised to torch, which writes them
+    into the error file.
     """
     os.setsid()  # a process group, so that all that the script starts can be killed with it
     _end_with_agent()
@@ -58,6 +58,9 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+    # Torch would have it wait for the other workers of this node: without end if they are stopped, and if it is killed meanwhile,
+    # torch's event blocks the node that ends the wait.
+    os._exit(0)
 
 
 def _run(target: str, module: bool, arguments: Iterable[str]) -> None:

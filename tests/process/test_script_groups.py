@@ -112,3 +112,26 @@ def test_a_script_saves_at_sigterm_when_its_host_is_removed(make: Callable[..., 
     until(lambda: any(event.kind == "host-gone" for event in cluster.events), what="the host to leave")
     cluster.stop()
     assert len([*folder.glob("*.saved")]) == 3
+
+
+ENDS_EARLY = """
+import os, sys, time
+folder, rank = sys.argv[1], os.environ["RANK"]
+open(f"{folder}/{rank}-{os.getpid()}.began", "w").close()
+while rank == "0":
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.soak(share=0.3)
+def test_a_worker_that_has_ended_well_leaves_no_process(make: Callable[..., nbe.Cluster], tmp_path: Path):
+    """As under torchrun. If torch had it wait for the others, and it were killed meanwhile, its host would hang at the next round."""
+    (script := tmp_path / "ends.py").write_text(ENDS_EARLY)
+    (folder := tmp_path / "made").mkdir()
+    cluster = make("localhost:2", min=2)
+    cluster.run_script(script, folder, max_restarts=1)
+    began = lambda rank: [int(file.stem.partition("-")[2]) for file in folder.glob(f"{rank}-*.began")]
+    until(lambda: began(0) and began(1), what="two workers")
+    until(lambda: not alive(*began(1)), what="the second one to end")
+    os.kill(*began(0), signal.SIGKILL)
+    until(lambda: len(began(0)) == len(began(1)) == 2, what="both to begin again")
