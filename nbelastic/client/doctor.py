@@ -96,7 +96,7 @@ class _Host:
     async def start(self) -> None:
         """Start it, and read its facts."""
         spec, pipe = self._spec, asyncio.subprocess.PIPE
-        command = [sys.executable, "-c", CODE] if spec is None else ssh.command(spec, self._python, CODE)
+        command = [sys.executable, "-P", "-c", CODE] if spec is None else ssh.command(spec, self._python, CODE)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_LINE, start_new_session=True

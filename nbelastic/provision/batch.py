@@ -226,7 +226,7 @@ class BatchAgent:
         lines = ["#!/bin/sh", *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
         if cwd:
             lines.append(f"cd {shlex.quote(cwd)} || exit 1")
-        lines.append(f"exec {shlex.join([python or sys.executable, '-c', TUNNELLED_AGENT])}")
+        lines.append(f"exec {shlex.join([python or sys.executable, '-P', '-c', TUNNELLED_AGENT])}")
         slots = str(config.get("settings", {}).get("slots") or 1)
         self._successor = config.get("successor", 0.0)
         self._lead = min(max(LEAST_LEAD, math.ceil(self._successor)), LONGEST_LEAD)

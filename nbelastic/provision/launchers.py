@@ -143,7 +143,7 @@ def agent_for(
     """
     log = agent_log(settings, spec.name)
     if local:
-        command = [sys.executable, "-c", ssh.AGENT]
+        command = [sys.executable, "-P", "-c", ssh.AGENT]
         return ProcessAgent(command, log, lambda code, output: on_stop(_explain_exit("agent", code, output)))
     if settings.tunnels:
         return tunnelled_agent(spec, settings, number=number, on_stop=on_stop, on_disconnect=on_disconnect)

@@ -30,8 +30,8 @@ BLOCK = 1 << 15  # bytes that are passed on at once
 def command(pod: str, settings: Settings) -> list[str]:
     """The command that runs an agent and its end of the tunnel in the pod. `launcher_options` name its namespace and container."""
     options = parse_options(settings.launcher_options)
-    words = json.dumps([settings.python or "python3", "-c", TUNNELLED_AGENT])
-    return [sys.executable, "-c", PROGRAM, pod, options.context, options.namespace, options.container, words]
+    words = json.dumps([settings.python or "python3", "-P", "-c", TUNNELLED_AGENT])
+    return [sys.executable, "-P", "-c", PROGRAM, pod, options.context, options.namespace, options.container, words]
 
 
 def explain_exit(pod: str, python: str | None, code: int | None, output: str) -> str:

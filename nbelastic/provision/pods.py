@@ -274,7 +274,7 @@ class PodAgent:
                 host=self._host,
                 slots=int(config["settings"]["slots"]),
                 labels=pods.labels,
-                command=[settings.python or "python3", "-c", WAITING if self._waits else TUNNELLED_AGENT],
+                command=[settings.python or "python3", "-P", "-c", WAITING if self._waits else TUNNELLED_AGENT],
                 with_keys=not self._waits,
                 grace=settings.limits.timeouts.notice,
                 owner=owner,

@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import STDOUT, Popen
 from typing import IO, Any
 
-from nbelastic.system.first_line import SAFE_PATH, write_first_line
+from nbelastic.system.first_line import write_first_line
 from nbelastic.system.private_files import append_private
 from nbelastic.system.process_identity import identity, is_alive, pid_of, pidfd_of
 from nbelastic.system.processes import kill_group, last_output
@@ -70,7 +70,6 @@ class ProcessAgent:
                     stderr=STDOUT,
                     start_new_session=True,
                     pass_fds=inherited,
-                    env=os.environ | SAFE_PATH,
                 )
             finally:
                 for fd in inherited:

@@ -45,7 +45,7 @@ class TunnelledAgent:
         self._log, self._explain, self._eof_ends_agent = log, explain, eof_ends_agent
         self._on_stop, self._on_disconnect = on_stop, on_disconnect
         arguments = json.dumps(command), str(ports_file(settings.run_folder))
-        self._command = [sys.executable, "-c", ssh.TUNNEL, *arguments, json.dumps(settings.driver_lease)]
+        self._command = [sys.executable, "-P", "-c", ssh.TUNNEL, *arguments, json.dumps(settings.driver_lease)]
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._tunnel: ProcessAgent | AdoptedAgent | None = None
         self._config: dict[str, Any] = {}

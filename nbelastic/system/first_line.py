@@ -7,8 +7,6 @@ import os
 import sys
 from typing import IO
 
-# A file in the working folder may have the name of a standard module. In a kernel, Python's own comes first.
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 _DESCRIPTOR = b"@"  # before the number of the descriptor that has the line
 
 

@@ -90,6 +90,19 @@ def test_a_user_with_many_pipes_can_start_agents(tmp_path, monkeypatch, size):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_programs_that_ssh_starts_get_the_environment_of_the_driver(tmp_path):
+    """A ProxyCommand may be written in Python, as gcloud is, and import what lies beside it: PYTHONSAFEPATH would forbid that."""
+
+    async def story():
+        ends = asyncio.Queue()
+        command = ["sh", "-c", "echo ${PYTHONSAFEPATH-not set}"]
+        agent = ProcessAgent(command, tmp_path / "log", lambda _, output: ends.put_nowait(output))
+        agent.start({"host": "h1"})
+        assert await asyncio.wait_for(ends.get(), 10) == "not set\n"
+
+    asyncio.run(story())
+
+
 class Settings(NamedTuple):
     """What a tunnel needs of a cluster's settings."""
 

@@ -19,6 +19,7 @@ from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.system.folder_paths import user_folder
 from tests.process import programs
 from tests.process.kernel_process import MARK, marked
+from tests.support import warm_agents
 from tests.support.processes import agent_of_worker, alive, driver_pid, leftovers, processes_of, run_folder
 from tests.support.waiting import until, until_none
 
@@ -301,6 +302,11 @@ def test_no_variable_is_set_beside_threads(make):
         "from tests.process import record_environment; print(record_environment.added)"
     )
     assert (out, error) == ("[]\n", None)
+
+
+def test_the_agents_of_these_tests_are_forks_of_a_warm_process(make):
+    """Else each agent would take seconds of processor time, and no test would notice."""
+    assert agent_of_worker(make("localhost:1").workers[0]).pid in warm_agents.process.family()
 
 
 SHADOWED = """

@@ -165,11 +165,11 @@ def test_environment_and_folder(slurm, tmp_path, fake_program):
 
     async def story():
         observed = ObservedAgent(tmp_path, options="--export=NONE")
-        python = fake_program(f'env > "{tmp_path}/env"; pwd >> "{tmp_path}/env"; echo "$2" >> "{tmp_path}/env"')
+        python = fake_program(f'env > "{tmp_path}/env"; pwd >> "{tmp_path}/env"; echo "$1 $3" >> "{tmp_path}/env"')
         observed.start({"TOKEN": "it's $secret\n2"}, python, str(tmp_path / "a folder"))
         assert await exit_code_of(observed) == 0
         lines = (tmp_path / "env").read_text().splitlines()
-        assert lines[-2:] == [str(tmp_path / "a folder"), TUNNELLED_AGENT]
+        assert lines[-2:] == [str(tmp_path / "a folder"), f"-P {TUNNELLED_AGENT}"]
         assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={observed.run_folder}/agent-node1-")]
         assert lines[lines.index("TOKEN=it's $secret") + 1] == "2"
         assert "secret" not in observed.file("batch").read_text()

@@ -149,7 +149,7 @@ TORCHRUN = "import runpy, sys; sys.argv[1:] = {!r}; runpy.run_module('torch.dist
 def fork_of(command: Sequence[Any]) -> tuple[WarmProcess, str] | None:
     """Which warm process can fork what this command starts, and what the fork has to run."""
     match command:
-        case [sys.executable, "-c", ssh.AGENT]:
+        case [sys.executable, "-P", "-c", ssh.AGENT]:
             return process, warm_request.AGENT
         case [sys.executable, "-m", "torch.distributed.run", *arguments]:
             return process, TORCHRUN.format(arguments)

@@ -27,6 +27,7 @@ import platform
 import selectors
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -54,6 +55,7 @@ DRIVERS = (
 TEMPLATE = "nbelastic.programs.template"
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 0)  # the number of the system call
 CLONE_PARENT = 0x8000
+LOW = 99  # no library of this process, or of its forks, has a descriptor up to this number
 start_program = util.spawnv_passfds
 
 
@@ -67,9 +69,10 @@ class Server:
 
     def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
         self._environment = decisive(dict(os.environ))
-        with variables_read() as read:
+        with variables_read() as read, low_descriptors_taken():
             for name in modules:
                 importlib.import_module(name)
+            self._libraries = {fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > LOW and is_pipe(fd)}
         self._path = sys.path[1:]  # the first folder is that of these modules
         self._read = {name: os.environ.get(name) for name in read}
         sys.modules.pop(TEMPLATE, None)  # each template imports it, for what it does then
@@ -105,7 +108,8 @@ class Server:
             request = json.loads(text)
             if decisive(request["environment"]) == self._environment:
                 leads, says = os.pipe()
-                pid = os.fork() if request["waits"] else fork_for_parent()
+                with low_descriptors_taken():
+                    pid = os.fork() if request["waits"] else fork_for_parent()
                 if pid == 0:
                     connection.close()
                     if request["session"]:
@@ -173,7 +177,7 @@ class Server:
         high = {wanted: fcntl.fcntl(fd, fcntl.F_DUPFD, free) for wanted, fd in fds.items()}
         for wanted, fd in high.items():
             os.dup2(fd, wanted)
-        close_all_but(fds)
+        close_all_but({*fds, *self._libraries})
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
@@ -201,13 +205,14 @@ class Server:
         if not template or decisive(dict(os.environ)) != self._environment:
             return start_program(path, arguments, fds)
         util.spawnv_passfds = start_program
-        pid = os.fork()
+        with low_descriptors_taken():
+            pid = os.fork()
         if pid == 0:
             self._become_template(arguments, fds)
         return pid
 
     def _become_template(self, command: list[str], fds: list[int]) -> NoReturn:
-        close_all_but(fds)
+        close_all_but({*fds, *self._libraries})
         forkserver._forkserver.__init__()  # a fresh interpreter has no server and no tracker yet
         resource_tracker._resource_tracker.__init__()
         sys.path[:] = self._path
@@ -236,6 +241,30 @@ def variables_read() -> Iterator[set[str]]:
         yield found
     finally:
         os._Environ.__getitem__ = plain  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def low_descriptors_taken() -> Iterator[None]:
+    """In this block no descriptor up to LOW is free.
+
+    torch's libuv has a pipe, closes it in each fork, and opens another one: it has the same high numbers in all forks that this
+    process makes, which may keep it. Were it closed, libuv would close in the next fork what has these numbers then.
+    """
+    taken = []
+    while (fd := os.open(os.devnull, os.O_RDONLY)) <= LOW:
+        taken.append(fd)
+    os.close(fd)
+    try:
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+
+
+def is_pipe(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    return False
 
 
 def close_all_but(kept: Iterable[int]) -> None:

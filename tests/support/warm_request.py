@@ -19,6 +19,7 @@ IGNORED = (  # of these: what nbelastic sets for agents, which means nothing wit
     "TORCH_DIST_USE_NCCL2",
     "TORCH_CPP_LOG_LEVEL",
     "TORCHINDUCTOR_CACHE_DIR",
+    "PYTHONSAFEPATH",  # ssh starts agents with it, and they remove it
 )
 NAMESPACES = ("net", "uts", "mnt")
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
