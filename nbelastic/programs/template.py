@@ -111,10 +111,11 @@ def _preload(module: str) -> str:
     return ""
 
 
-if "" not in sys.path:
-    sys.path.append("")  # the user's modules are in the working folder; Python's own come first
 for name in PRELOAD:
     _preload(name)
+if "" not in sys.path:  # the user's modules are in the working folder: as in kernels, after Python's own, before installed ones
+    installed = (i for i, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
+    sys.path.insert(next(installed, len(sys.path)), "")
 sys.modules["nbelastic.worker.name_lookups"].end_name_lookups()
 OURS = frozenset(sys.modules)
 for name in OF_USER:

@@ -313,8 +313,9 @@ SHADOWED = """
 import os, sys
 import nbelastic as nbe
 if __name__ == "__main__":
-    with nbe.Cluster("localhost:1", log_dir=sys.argv[1], preload=["of_the_user"]) as cluster:
+    with nbe.Cluster("localhost:1", log_dir=sys.argv[1], preload=["of_the_user", "nbval"]) as cluster:
         print(cluster.run(lambda: (__import__("of_the_user").VALUE, "PYTHONSAFEPATH" in os.environ)).result(timeout=60))
+        print(cluster.run(lambda: __import__("nbval").VALUE).result(timeout=60))
         print(cluster.client[0].apply_sync(os.getcwd) == os.getcwd())
 """
 
@@ -322,16 +323,17 @@ if __name__ == "__main__":
 @pytest.mark.cold  # it tests the folders with which processes start
 @pytest.mark.soak(share=0.3)
 def test_files_of_the_user_may_have_the_names_of_standard_modules(tmp_path):
-    """In the notebook's folder, as in its kernel. The user's modules are found there."""
+    """In the notebook's folder, as in its kernel. The user's modules are found there, before installed ones."""
     for name in ("json", "queue", "random", "selectors", "socket", "tempfile"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a module of the user')")
-    (tmp_path / "of_the_user.py").write_text("VALUE = 5")
+    for name in ("of_the_user", "nbval"):
+        (tmp_path / f"{name}.py").write_text("VALUE = 5")
     (tmp_path / "program.py").write_text(SHADOWED)
     done = subprocess.run(
         [sys.executable, "-P", "program.py", str(tmp_path / "logs")],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stdout.splitlines() == ["[(5, False)]", "True"], done.stderr
+    assert done.stdout.splitlines() == ["[(5, False)]", "[5]", "True"], done.stderr
 
 
 @pytest.mark.soak(share=0.3)
