@@ -331,6 +331,7 @@ class Agent:
                 self._spawn(order)
 
     def _spawn(self, order: agent_messages.Spawn) -> None:
+        self._turn_by = time.monotonic() + MESSAGE_TIMEOUT  # a fork that the template refuses takes seconds
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
         (address, interface), log_dir = self._home, self._log_dir(order.log_dir)
         settings: dict[str, Any] = {
@@ -366,8 +367,7 @@ class Agent:
         return user_folder() / "logs" / Path(self._config.log_dir).name / Path(driver_path).name
 
     def _reap(self, w: WorkerId) -> None:
-        worker = self._workers[w]
-        process = worker.process
+        process = (worker := self._workers[w]).process
         process.join()
         if worker.gpu:
             self._gpus.note_ended(process.pid or 0, worker.gpu)

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from nbelastic.agent.agent import Config
+from nbelastic.agent.agent import Agent, Config
+from nbelastic.agent.environment import Environment
+from nbelastic.agent.fork import ForkRefusedError
 from nbelastic.protocol import agent_messages
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
 from tests.support.driver_lease import named
@@ -81,6 +85,27 @@ def test_an_agent_whose_main_thread_hangs_becomes_silent_and_ends(tmp_path: Path
 
     received: list[object] = []
     asyncio.run(story())
+
+
+def test_workers_that_wait_for_modules_and_cannot_be_forked_do_not_silence_the_agent(tmp_path, monkeypatch):
+    """Each fork that the template refuses takes seconds: with several in a row, the host and its other workers would count as lost."""
+    given = configured(tmp_path, driver="tcp://127.0.0.1:1", keys=Keys.make().for_clients())
+    agent, late = Agent(given, -1, Environment(())), []
+    agent._home, agent._addresses, agent._folder, agent._profile = ("127.0.0.1", "lo"), (), tmp_path, tmp_path
+    agent._code = SimpleNamespace(is_fetching=False)
+    for slot in range(2):
+        order = agent_messages.Spawn(WorkerId("a", slot, 1), str(tmp_path))
+        agent._waiting[order.worker] = order, 0.0
+
+    def refuse(_make):
+        late.append(time.monotonic() > agent._turn_by)
+        agent._turn_by -= 1000.0  # as if this had taken long
+        raise ForkRefusedError
+
+    monkeypatch.setattr("nbelastic.agent.agent.fork", refuse)
+    agent._turn_by = time.monotonic()
+    agent._fork_waiting(0.0)
+    assert late == [False, False]
 
 
 ALONE = "import sys; from nbelastic.agent import agent; agent.run(sys.stdin.buffer.readline(), -1)"
