@@ -138,7 +138,8 @@ def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
 def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group:
     """A node has ended. If its host is still in the cluster, it is started again.
 
-    If it ends again and again, the others go on without it. The script fails if they are too few.
+    If it ends again and again, the others go on without it. The script fails if they are too few, unless the last round had enough
+    without it: then `elastic_timeout` decides, as a lost host may be back by then.
     """
     host, reason = event.host, event.reason
     node = group.nodes.get(host)
@@ -152,7 +153,8 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
     if node.starts >= MOST_STARTS:
         text = f"the elastic agent on {host} has ended {node.starts} times in a row: {reason}"
         others = (other.slots for name, other in group.nodes.items() if name != host and other.starts < MOST_STARTS)
-        if sum(others) < group.limits.min:
+        is_needed = group.assigns(host) or not group.assignments
+        if is_needed and sum(others) < group.limits.min:
             return _end(group, "failed", text, out)
         pause = max(pause, backoff_seconds(group.limits, node.starts + 1 - MOST_STARTS))
         out.append(cmd.Record("worker-failed", f"{text}; tried again in {pause:g} s", host=host))

@@ -169,3 +169,19 @@ def test_a_host_that_cannot_run_the_script_does_not_end_it_for_the_others():
     play.mute = set()
     play.send(sev.NodeLeft("c", "its node ended (exit code 1)", broken=True)).wait(50)
     assert play.assignments == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_a_host_that_cannot_run_the_script_does_not_end_it_while_another_one_is_lost():
+    """The others have trained without it: they wait for the lost host, up to `elastic_timeout`."""
+    play = Play("a:1", "b:1", min=2, cooldown=(5.0, 40.0), elastic_timeout=600.0)
+    play.mute = {"c"}
+    play.look("a:1", "b:1", "c:1")
+    for _ in range(4):
+        play.send(sev.NodeLeft("c", "its node ended (exit code 1)", broken=True))
+        play.wait(play.group.nodes["c"].retry_at - play.now)
+    play.lost = ("a",)
+    play.look("b:1", "c:1").send(sev.NodeLeft("c", "its node ended (exit code 1)", broken=True))
+    play.look("a:1", "b:1", "c:1").wait(1.0)
+    assert (play.group.round, play.assignments) == (2, [("a", 1), ("b", 1)])
+    play.look("b:1", "c:1").wait(600.0)
+    assert play.end.reason.endswith("for 600 s (elastic_timeout)")
