@@ -113,9 +113,8 @@ def _preload(module: str) -> str:
 
 for name in PRELOAD:
     _preload(name)
-if (
-    "" not in sys.path
-):  # the user's modules are in the working folder: as in kernels, after Python's own, before installed ones
+# The user's modules are in the working folder: as in kernels, after Python's own, before installed ones.
+if "" not in sys.path:
     installed = (i for i, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
     sys.path.insert(next(installed, len(sys.path)), "")
 sys.modules["nbelastic.worker.name_lookups"].end_name_lookups()

@@ -34,6 +34,7 @@ import threading
 import traceback
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import connection as mp_connection
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any, NoReturn
 
@@ -56,7 +57,7 @@ TEMPLATE = "nbelastic.programs.template"
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 0)  # the number of the system call
 CLONE_PARENT = 0x8000
 LOW = 99  # no library of this process, or of its forks, has a descriptor up to this number
-start_program = util.spawnv_passfds
+start_program, usual_address = util.spawnv_passfds, mp_connection.arbitrary_address
 
 
 def serve(listener: int, modules: Sequence[str]) -> None:
@@ -215,6 +216,7 @@ class Server:
         close_all_but({*fds, *self._libraries})
         forkserver._forkserver.__init__()  # a fresh interpreter has no server and no tracker yet
         resource_tracker._resource_tracker.__init__()
+        vars(mp_connection)["arbitrary_address"] = usual_address  # an agent has set its own
         sys.path[:] = self._path
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read that already
         command = [os.fsdecode(word) for word in command]
