@@ -61,7 +61,7 @@ def test_the_state_of_a_running_training(trains):
 
 def test_a_state_is_sent_when_the_worker_that_holds_it_has_died(make):
     """Another rank has the same one. Without any, one line names the checkpoint."""
-    cluster = make("localhost:2", min=1, max=2)
+    cluster = make("localhost:2", min=2)
 
     def program():
         @nbe.elastic
