@@ -104,6 +104,7 @@ def test_a_script_saves_at_sigterm_when_its_host_is_removed(make: Callable[..., 
     (script := tmp_path / "saves.py").write_text(SAVES)
     (folder := tmp_path / "made").mkdir()
     cluster = make("localhost:1,127.0.0.2:1", min=1)
+    cluster.wait(2, timeout=60)
     cluster.run_script(script, folder)
     until(lambda: len([*folder.glob("*.began")]) == 2, what="two workers")
     cluster.remove_host("localhost")

@@ -340,7 +340,7 @@ def test_files_of_the_user_may_have_the_names_of_standard_modules(tmp_path):
 def test_a_worker_that_cannot_be_forked_ends_no_other(make):
     """If the limit of processes is reached, a worker is not replaced at once. The others of its host run on."""
     cluster = make("localhost:3", preload=["tests.process.failing_forks"])
-    lost, *others = [worker.pid for worker in cluster.status().workers]
+    lost, *others = [worker.pid for worker in cluster.wait(3, timeout=60).workers]
     os.kill(lost, signal.SIGKILL)
     until(lambda: any("could not fork" in event.text for event in cluster.events), 30, "the fork to fail")
     workers = until(lambda: len(found := cluster.wait(3, timeout=60).workers) == 3 and found)
