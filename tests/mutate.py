@@ -49,6 +49,13 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "slots[:]",
         "a short cut: of a host that is not full no slot is free then",
     ),
+    (
+        "backoff.py",
+        "if len(held) == len(cluster.held_back):",
+        "if False:",
+        "a short cut: what follows copies equal values then",
+    ),
+    ("core/chaos.py", "*victims[:first]", "*victims[:]", "those after them have been tried by then"),
     ("core/state.py", "admitted: int = 0", "admitted: int = 1", "one that was never admitted is not asked for it"),
     ("state/state.py", "for index in sorted(places)", "for index in list(places)", "the same walk made the numbers"),
     ("optimizers.py", "in theirs[len(mine):]", "in theirs[:]", "the first ones are known to be equal by then"),

@@ -13,8 +13,8 @@ class CommitCell(Struct, frozen=True):
     """A cell that runs at a commit. `ranks`: only on these; empty: on all. `limit`: seconds."""
 
     number: int
-    ranks: tuple[int, ...] = ()
-    limit: float = 30.0
+    ranks: tuple[int, ...]
+    limit: float
 
 
 class Halt(Struct, frozen=True):

@@ -42,7 +42,7 @@ def cancel_cell(cluster: ClusterState, number: int, out: Commands) -> ClusterSta
     """No client waits for the cell any more: drop it, or interrupt it if it runs."""
     halt = cluster.halt
     if halt.running and halt.cells[0].number == number:
-        out.append(cmd.InterruptCell(number, tuple(sorted(halt.running))))
+        out.append(cmd.InterruptCell(number, tuple(halt.running)))
         return cluster
     return replace(cluster, halt=replace(halt, cells=tuple(cell for cell in halt.cells if cell.number != number)))
 
