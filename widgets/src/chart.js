@@ -192,7 +192,7 @@ export class Chart {
       return splits.map((x) => (isLong ? dateAndTime(x).slice(5, 16) : timeOfDay(x)));
     };
     const numbers = (/** @type {uPlot} */ _, /** @type {(number|null)[]} */ splits) =>
-      splits.map((x) => (x === null ? "" : Math.abs(x) < 10_000 ? number(x) : COMPACT.format(x)));
+      splits.map((x) => (x === null ? "" : compact(x)));
     const across = byTime ? { space: timeSpace, incrs: TIME_STEPS, values: clock } : { space: 40, values: numbers };
     const reset = () => () => {
       this.owner.onZoom(null);
@@ -262,6 +262,10 @@ export class Chart {
 
 /** @returns {[number, number]} */
 const shownRange = (/** @type {ChartContent} */ { x, zoom }) => zoom ?? [x[0], x[x.length - 1]];
+
+/** `12.5K`, or `1e17` where there is no letter. */
+const compact = (/** @type {number} */ x) =>
+  Math.abs(x) < 10_000 || Math.abs(x) >= 1e15 ? number(x).replace("e+", "e") : COMPACT.format(x);
 
 /** `step 150`, or a date and time. */
 const xText = (/** @type {number} */ value, /** @type {boolean} */ byTime, /** @type {string} */ unit) =>

@@ -5,15 +5,23 @@ export const plural = (/** @type {number} */ n, /** @type {string} */ word) => `
 
 const GROUPED = new Intl.NumberFormat("en");
 
+const HUGE = 1e15; // all digits of a number as large as this, as of a loss that diverges, would fill the view
+
+const rounded = (/** @type {number} */ n, /** @type {number} */ digits) => {
+  const short = Number(n.toPrecision(digits));
+  return Math.abs(n) < HUGE ? short.toString() : short.toExponential();
+};
+
 export function number(/** @type {number|string} */ n) {
   if (typeof n === "string") return n;
-  return Number.isInteger(n) ? GROUPED.format(n) : Number(n.toPrecision(3)).toString();
+  return Number.isInteger(n) && Math.abs(n) < HUGE ? GROUPED.format(n) : rounded(n, 3);
 }
 
 /** A value that the program has reported: all five digits that the kernel sends. */
 export function reported(/** @type {number|string} */ n) {
-  if (typeof n === "string" || Number.isInteger(n)) return number(n);
-  return Math.abs(n) >= 1000 ? GROUPED.format(n) : Number(n.toPrecision(5)).toString();
+  if (typeof n === "string") return n;
+  const isGrouped = Number.isInteger(n) || Math.abs(n) >= 1000;
+  return isGrouped && Math.abs(n) < HUGE ? GROUPED.format(n) : rounded(n, 5);
 }
 
 /** `4 (2–8)`, `4 (always 4)` or `3 (at least 2)`. */

@@ -50,6 +50,11 @@ test("reported values keep the five digits that the kernel sends", () => {
   ]);
 });
 
+test("a number with many digits has an exponent, as of a loss that diverges", () => {
+  assert.deepEqual([3.4028e38, -1e17, 12_345e20].map(reported), ["3.4028e+38", "-1e+17", "1.2345e+24"]);
+  assert.deepEqual([3.4028e38, 999_999_999_999_999].map(number), ["3.4e+38", "999,999,999,999,999"]);
+});
+
 test("a moment of another day has its day", () => {
   const noon = new Date(2026, 10, 26, 12).getTime() / 1000;
   assert.deepEqual(
