@@ -87,6 +87,17 @@ def test_many_hosts_can_be_searched_and_those_with_problems_come_first(view):
     expect(view.page.get_by_label("Find hosts")).to_be_hidden()
 
 
+def test_a_host_that_is_moved_keeps_the_focus(view):
+    """With problems first, a host whose worker fails moves to the top; the keyboard goes on at its slot."""
+    view.open(state(hosts={f"gpu{n:02}": host([worker(n)]) for n in range(20)}))
+    view.page.get_by_label("Order of hosts").select_option("problems first")
+    slot = view.page.get_by_role("button", name="rank 15, slot 0")
+    slot.focus()
+    view.patch(hosts={"gpu15": {"workers": {"0#1": worker(15, "failed")}}})
+    expect(view.page.locator(".nbe-hostrow").first).to_contain_text("gpu15")
+    expect(slot).to_be_focused()
+
+
 @pytest.mark.parametrize("gpus", [[], [[50, 1.0, 2.0, 60]]])
 def test_the_reason_of_a_host_without_figures_has_their_room(view, gpus):
     """ssh's message about a host that cannot be reached is not one word per line, and the columns stay aligned."""

@@ -4,7 +4,7 @@
  */
 
 /**
- * One part of the page for each item, in the items' order. Parts that remain are not moved, so they keep the focus.
+ * One part of the page for each item, in the items' order. Parts that remain keep the focus, and are moved only if the order changes.
  * @template T, C
  */
 export class KeyedList {
@@ -20,6 +20,7 @@ export class KeyedList {
   /** @param {[string, T][]} items @param {C} context */
   draw(items, context) {
     this.removeAllBut(new Set(items.map(([key]) => key)));
+    const focused = this.parent.contains(document.activeElement) ? document.activeElement : null;
     let last = this.header;
     for (const [key, item] of items) {
       const part = this.parts.get(key) ?? this.make(key, item);
@@ -29,6 +30,8 @@ export class KeyedList {
       last = part.node;
       part.draw(item, context);
     }
+    // What is moved loses the focus.
+    if (focused instanceof HTMLElement && focused !== document.activeElement) focused.focus({ preventScroll: true });
   }
 
   removeAllBut(/** @type {Set<string>} */ wanted) {
