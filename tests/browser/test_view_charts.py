@@ -216,3 +216,16 @@ def test_another_job_begins_with_empty_charts(view, clock):
     clock.run_for(2500)
     expect(chart(view, "reward from")).to_be_visible()
     expect(chart(view, "loss from")).to_have_count(0)
+
+
+def test_another_job_is_not_zoomed(view, clock):
+    """A range of the old job's steps may have none of the new job's: its charts would be empty."""
+    open_view(view, clock, reports())
+    view.page.locator(".nbe-chartreader").first.focus()
+    view.page.keyboard.press("+")
+    expect(button(view, "Reset zoom")).to_be_visible()
+    view.page.evaluate("answer => { model.answers.reports = answer }", reports(20, version="v2"))
+    view.patch(job="job-2", step=20)
+    clock.run_for(2000)
+    expect(chart(view, re.compile("step 1 to step 20,"))).not_to_have_count(0)
+    expect(button(view, "Reset zoom")).to_be_hidden()

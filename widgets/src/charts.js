@@ -72,7 +72,10 @@ export class Charts {
   /** Draw the charts if anything has changed, and ask for the rows that are missing. */
   draw(/** @type {KeyFrame} */ state, /** @type {boolean} */ closed) {
     this.state = state;
-    if (state.job !== this.job) this.table = new ReportTable(); // a kernel that is busy answers for the new job only later
+    if (state.job !== this.job) {
+      this.table = new ReportTable(); // a kernel that is busy answers for the new job only later
+      this.zoom = null; // it was a range of the old job's steps
+    }
     this.job = state.job;
     const progress = `${state.job}|${state.step}|${state.outcome}`;
     const hasReports = this.table.rows.length > 0 || Object.keys(state.report).length > 0;
