@@ -36,7 +36,8 @@ class DashboardFeed:
         if self._key_frame_requested:
             self._key_frame_requested = False
             self._view_state.send_key_frame()
-        is_new = self._view_state.update(status, *self._cluster.numbered_events(), self._cluster.driver)
+        driver = self._cluster.driver  # before the events: a view drops all events if the driver is another one
+        is_new = self._view_state.update(status, *self._cluster.numbered_events(), driver)
         self.newest = self._view_state.state, self._view_state.change
         return is_new
 

@@ -139,6 +139,21 @@ def test_missing_events_are_asked_for(view):
     assert [query["before"] for query in view.sent("ask")] == [None, 4, 20]
 
 
+def test_a_cluster_that_is_started_again_has_a_new_timeline(view, clock):
+    """Its events are numbered from 1 again; they are not taken for those of the last start."""
+    view.open(state(), ANSWERS)
+    log = view.page.locator(".nbe-log > li")
+    expect(log).to_have_count(6)
+    clock.run_for(200)
+    new = [event(1, "host-added", "gpu7 is new"), event(2, "worker-lost", "gpu7/0#1 died", size=1)]
+    view.page.evaluate("answer => { model.answers.history = answer }", {"events": new, "oldest": 1})
+    view.update(state=state(n=2, events=new[1:], driver={**state()["driver"], "pid": 999}), change={})
+    clock.run_for(200)
+    expect(log).to_have_text([re.compile("gpu7/0#1 died"), re.compile("gpu7 is new")])
+    expect(view.page.locator(".nbe-rug button")).to_have_count(2)
+    expect(view.page.locator(".nbe-rug button").last).to_have_accessible_name(re.compile("gpu7/0#1 died"))
+
+
 def test_the_trace_is_saved_as_a_file(view):
     """For Perfetto."""
     view.open(state(), ANSWERS)

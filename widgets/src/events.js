@@ -8,7 +8,8 @@ export function announcement(/** @type {KeyFrame} */ before, /** @type {KeyFrame
   const sentences = [];
   if (after.phase !== before.phase) sentences.push(`${after.phase}: ${after.reason}`);
   else if (after.world_size !== before.world_size) sentences.push(`${plural(after.world_size, "worker")} in the world`);
-  const last = before.events.length ? before.events[before.events.length - 1].n : 0;
+  const [known, newest] = [before, after].map(({ events }) => events[events.length - 1]?.n ?? 0);
+  const last = newest < known ? 0 : known; // a cluster that is started again numbers its events anew
   const isNewFailure = (/** @type {Event} */ event) => event.n > last && FAILURE.test(event.kind);
   const losses = withoutRepeats(after.events.filter(isNewFailure)).map((event) => event.text);
   sentences.push(...losses.slice(0, 3));

@@ -17,6 +17,7 @@ export class Timeline {
     this.byNumber = new Map();
     /** @type {ClusterEvent[]} oldest first */
     this.events = [];
+    this.driver = ""; // whose events these are
     this.oldest = 0; // the number of the oldest event that the kernel has; 0: not asked yet
     this.now = 0;
     this.isOpen = false;
@@ -70,9 +71,11 @@ export class Timeline {
   }
 
   ask(/** @type {?number} */ before) {
+    const { driver } = this;
     this.connection.ask({ ask: "history", before }, (answer) => {
       setText(this.note, answer.error ?? "");
       if (answer.error !== undefined) return;
+      if (driver !== this.driver) return this.ask(null);
       this.oldest = answer.oldest ?? 1;
       if (this.add(answer.events) && this.isOpen) this.fillGap();
       this.show();
@@ -94,7 +97,18 @@ export class Timeline {
     return added.length > 0;
   }
 
+  /** Another driver may number its events anew, as when the cluster is started again: old numbers would hide new events. */
+  begin(/** @type {string} */ driver) {
+    this.driver = driver;
+    this.byNumber.clear();
+    this.events = [];
+    this.oldest = 0;
+    this.show();
+  }
+
   draw(/** @type {KeyFrame} */ state, /** @type {number} */ now, /** @type {boolean} */ closed) {
+    const driver = `${state.driver?.pid} ${state.driver?.since}`;
+    if (driver !== this.driver) this.begin(driver);
     const added = this.add(state.events);
     setDisabled(this.trace, closed);
     if (closed !== this.closed) {

@@ -94,6 +94,7 @@ export class TimelineChart {
     this.now = now;
     const chart = sizeChart(events, now, seconds);
     setAttribute(this.node, "hidden", chart ? null : "");
+    this.marks.draw(chart?.marks.map((mark) => [String(mark.event.n), mark]) ?? [], null);
     if (!chart) return;
     const [from, to] = [momentOf(chart.from, chart.to), momentOf(chart.to, chart.from)];
     const sizes = `${chart.size} now, ${chart.largest} at most`;
@@ -103,10 +104,6 @@ export class TimelineChart {
     setText(this.largest, String(chart.largest));
     setText(this.from, from);
     setText(this.to, to);
-    this.marks.draw(
-      chart.marks.map((mark) => [String(mark.event.n), mark]),
-      null,
-    );
     if (!this.tabStop || !this.rug.contains(this.tabStop)) this.setTabStop(this.rug.lastElementChild);
     this.allLanes = chart.lanes;
     this.drawLanes();

@@ -26,6 +26,12 @@ test("screen readers get phases, sizes and losses, not each number", () => {
   assert.equal(announcement(before, { ...before, phase: "waiting", reason: "1 of min 2" }), "waiting: 1 of min 2");
 });
 
+test("screen readers get the losses of a cluster that is started again: its events are numbered anew", () => {
+  const before = { phase: "running", reason: "", world_size: 3, events: [event(90, "worker-lost", "old")] };
+  const after = { ...before, events: [event(1, "host-up", "gpu2 is up"), event(2, "worker-lost", "gpu2/0#1 died")] };
+  assert.equal(announcement(before, after), "gpu2/0#1 died");
+});
+
 test("the size of the world is a step line up to now, with each event on it", () => {
   const shape = sizeChart(
     [
