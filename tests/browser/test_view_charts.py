@@ -87,6 +87,16 @@ def test_a_view_asks_only_for_new_rows(view, clock):
     assert len(view.sent("ask")) == asked
 
 
+def test_a_clock_that_is_set_back_does_not_stop_the_charts(view, clock):
+    """The browser's clock may be an hour ahead until it is set: the view asks on for rows."""
+    open_view(view, clock, reports())
+    asked = len(view.sent("ask"))
+    clock.set_system_time(NOW - 3600)
+    view.patch(step=401)
+    clock.run_for(2000)
+    assert view.sent("ask")[asked:] == [{"ask": "reports", "version": "v1", "count": 400}]
+
+
 def test_the_newest_report_is_shown_before_its_row(view, clock):
     """In a long job, a row stands for many reports and comes only every few seconds."""
     open_view(view, clock, reports())

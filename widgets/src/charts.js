@@ -79,7 +79,7 @@ export class Charts {
     this.job = state.job;
     const progress = `${state.job}|${state.step}|${state.outcome}`;
     const hasReports = this.table.rows.length > 0 || Object.keys(state.report).length > 0;
-    const isDue = hasReports && progress !== this.answered && Date.now() - this.askedAt >= PERIOD;
+    const isDue = hasReports && progress !== this.answered && performance.now() - this.askedAt >= PERIOD;
     if (!closed && state.job && isDue) this.ask(progress);
     const looks = `${this.table.version}|${this.table.rows.length}|${Object.values(this.colors())}`;
     if (looks !== this.drawn) this.redraw();
@@ -92,7 +92,7 @@ export class Charts {
   }
 
   ask(/** @type {string} */ progress) {
-    this.askedAt = Date.now();
+    this.askedAt = performance.now();
     const { table } = this;
     const { version, rows } = table;
     this.connection.ask({ ask: "reports", version, count: rows.length }, (answer) => {

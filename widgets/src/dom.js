@@ -75,12 +75,12 @@ export function confirmedButton(timers, text, question, act, classes = "", label
     text,
     (event) => {
       if (timer !== null) {
-        if (event.detail > 1 || Date.now() - askedAt < DOUBLE_CLICK) return;
+        if (event.detail > 1 || performance.now() - askedAt < DOUBLE_CLICK) return;
         reset();
         act();
         return;
       }
-      askedAt = Date.now();
+      askedAt = performance.now();
       timer = timers.later(reset, CONFIRM_TIME);
       node.classList.add("nbe-confirm");
       setText(node, question);

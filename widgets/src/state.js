@@ -48,3 +48,12 @@ export function currentState(frame, change) {
   const state = frame && change && change.base === frame.n ? merge(frame, change.patch ?? {}) : frame;
   return { ...EMPTY, ...state };
 }
+
+const MAX_DELAY = 30; // seconds; a message that seems to be older shows that one of the clocks was set
+
+/**
+ * By how many seconds this clock is ahead of the kernel's, after a message with the offset `seen`. A delayed message has a
+ * larger offset, so the smallest offset is the most exact.
+ */
+export const clockOffset = (/** @type {number} */ known, /** @type {number} */ seen) =>
+  seen > known + MAX_DELAY ? seen : Math.min(known, seen);

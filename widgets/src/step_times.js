@@ -95,7 +95,7 @@ export class StepTimes {
     this.closed = closed;
     if (!this.isOpen) return;
     const job = `${state.job}|${state.outcome}`;
-    const isDue = job !== this.known || (state.job && !state.outcome && Date.now() - this.askedAt >= PERIOD);
+    const isDue = job !== this.known || (state.job && !state.outcome && performance.now() - this.askedAt >= PERIOD);
     if (isDue && !closed && !this.asking) this.ask(job);
     const looks = `${this.picture.clientWidth}|${window.devicePixelRatio}|${Object.values(this.colors())}`;
     if (looks !== this.drawn) {
@@ -106,7 +106,7 @@ export class StepTimes {
   }
 
   ask(/** @type {string} */ job) {
-    this.askedAt = Date.now();
+    this.askedAt = performance.now();
     this.asking = true;
     this.connection.ask({ ask: "step_times" }, (answer) => {
       this.asking = false;

@@ -11,7 +11,7 @@ import { Logs } from "./logs.js";
 import { Overview } from "./overview.js";
 import { RequestList } from "./request_list.js";
 import { Stacks } from "./stacks.js";
-import { currentState } from "./state.js";
+import { clockOffset, currentState } from "./state.js";
 import { StepTimes } from "./step_times.js";
 import { Tabs } from "./tabs.js";
 import { Timeline } from "./timeline.js";
@@ -151,8 +151,7 @@ export class View {
   updated() {
     this.received();
     const { time } = this.state();
-    // A delayed message gives a larger offset, so the smallest offset is the most exact.
-    if (time) this.clockOffset = Math.min(this.clockOffset, Date.now() / 1000 - time);
+    if (time) this.clockOffset = clockOffset(this.clockOffset, Date.now() / 1000 - time);
     const change = this.model.get("change");
     const hasKeyFrame = change?.base === undefined || change.base === this.model.get("state")?.n;
     this.keyFrameMissingSince = hasKeyFrame ? 0 : this.keyFrameMissingSince || Date.now();

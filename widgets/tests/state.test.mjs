@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { slotsOf, stateOf } from "../src/slots.js";
-import { currentState, merge } from "../src/state.js";
+import { clockOffset, currentState, merge } from "../src/state.js";
 
 function host(workers, more = {}) {
   return { slots: 2, phase: "up", backoff_until: 0, gpus: [], workers, slots_backoff_until: {}, ...more };
@@ -45,4 +45,10 @@ test("each slot has its newest worker; an older one that is alive follows it; an
     slotsOf("a", host({ "5#1": row("running") })).map((slot) => slot.slot),
     [0, 1, 5],
   );
+});
+
+test("the kernel's clock is known despite delayed messages, and again after a clock was set", () => {
+  assert.equal([5.3, 5.1, 12, 5.2].reduce(clockOffset, Infinity), 5.1);
+  assert.equal(clockOffset(5.1, 3605), 3605);
+  assert.equal(clockOffset(3605, -7), -7);
 });
