@@ -66,7 +66,7 @@ export function sizeChart(events, now, seconds = Infinity) {
 
 export const FEW_LANES = 8; // with more hosts than this, the lanes are sorted
 const UP = /^host-(up|reconnected)$/;
-const DOWN = /^host-(lost|gone|refused|disconnected)$/;
+const DOWN = /^host-(lost|gone|refused|unreachable|disconnected)$/;
 
 /**
  * For each host the times at which it was up, and the losses on it; of many hosts those with losses and the newest ones come first.
@@ -75,12 +75,13 @@ const DOWN = /^host-(lost|gone|refused|disconnected)$/;
 export function hostLanes(events, to) {
   /** @type {Map<string, {host: string, spans: number[][], losses: Event[], isUp: boolean}>} */
   const lanes = new Map();
+  const isWhole = events[0]?.n === 1;
   for (const event of events) {
     if (!event.host) continue;
     let lane = lanes.get(event.host);
     if (!lane) {
       // Its beginning may be older than the events: then it was up.
-      const isUp = !/^host-|^environment-/.test(event.kind) || DOWN.test(event.kind);
+      const isUp = !isWhole && (!/^host-|^environment-/.test(event.kind) || DOWN.test(event.kind));
       lane = { host: event.host, spans: isUp ? [[events[0].time, to]] : [], losses: [], isUp };
       lanes.set(event.host, lane);
     }

@@ -126,6 +126,15 @@ test("each host has a lane: when it was up, and the losses on it", () => {
   );
 });
 
+test("a host is not up before it has come up, nor after the others could not reach it", () => {
+  const events = [
+    event(1, "host-lost", "ssh: connection refused", { host: "a" }),
+    event(2, "host-up", "", { host: "b" }),
+    event(3, "host-unreachable", "b and c do not reach one another", { host: "b" }),
+  ];
+  assert.deepEqual(hostLanes(events, 100).map(({ spans }) => spans), [[], [[2, 3]]]);
+});
+
 test("of many hosts those with losses come first", () => {
   const events = Array.from({ length: 20 }, (_, n) => event(n, "host-up", "", { host: `h${n}` }));
   const lanes = hostLanes([...events, event(30, "worker-lost", "", { host: "h17" })], 100);
