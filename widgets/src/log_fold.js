@@ -1,6 +1,7 @@
 /** Folds equal lines of several workers into one. nbelastic/notebook/log_folding.py has the same rule. */
 
 const MAX_LINES = 10_000;
+const LONG = 1000; // characters of a line that counts as one of them, as in nbelastic/protocol/output_buffer.py
 const CLOSE = 200; // equal lines of different workers are folded within so many lines
 const ESCAPE = "\u001b";
 const CONTROL_SEQUENCE = new RegExp(`${ESCAPE}\\[[0-9;?]*[ -/]*[@-~]`, "g");
@@ -48,8 +49,13 @@ export class LogFold {
     return line;
   }
 
-  /** Remove the oldest lines beyond `maxLines`, and return them. */
+  /** Remove the oldest lines beyond `maxLines`, but not the newest one, and return them. A long line counts as several. */
   trim() {
-    return this.lines.splice(0, Math.max(0, this.lines.length - this.maxLines));
+    let first = this.lines.length;
+    for (let room = this.maxLines; first > 0; first -= 1) {
+      room -= 1 + Math.floor(this.lines[first - 1].text.length / LONG);
+      if (room < 0) break;
+    }
+    return this.lines.splice(0, Math.min(first, this.lines.length - 1));
   }
 }

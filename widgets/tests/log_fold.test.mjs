@@ -43,3 +43,14 @@ test("equal lines far apart stay apart, and only the newest lines are kept", () 
   assert.deepEqual([fold.lines.length, fold.lines[0].text], [500, "line 101"]);
   assert.equal([...fold.add("c", "out", "line 599").writers.keys()].join(""), "ac");
 });
+
+test("a long line counts as several, so that pictures as text do not fill the browser's memory", () => {
+  const fold = new LogFold(10);
+  for (let i = 0; i < 9; i += 1) fold.add("a", "out", `${i}`.padEnd(4000));
+  fold.trim();
+  assert.deepEqual(fold.lines.map(({ text }) => text.trim()), ["7", "8"]);
+  fold.add("a", "out", "x".repeat(64_000));
+  fold.trim();
+  assert.equal(fold.lines.length, 1);
+  assert.deepEqual(new LogFold().trim(), []);
+});
