@@ -156,4 +156,4 @@ export class Charts {
 
 /** The newest value of a name, as the overview shows it: a row may be the mean of many reports. */
 const newestOf = (/** @type {KeyFrame} */ state, /** @type {string} */ name) =>
-  state.report[name] ?? (isRate(name) ? state.steps_per_second : null);
+  (Object.hasOwn(state.report, name) ? state.report[name] : null) ?? (isRate(name) ? state.steps_per_second : null);

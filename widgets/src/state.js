@@ -5,12 +5,12 @@
 export function merge(/** @type {any} */ target, /** @type {any} */ patch) {
   const isObject = (/** @type {any} */ x) => typeof x === "object" && x !== null && !Array.isArray(x);
   if (!isObject(patch)) return patch;
-  const merged = isObject(target) ? { ...target } : {};
+  const merged = new Map(isObject(target) ? Object.entries(target) : []); // in an object, `__proto__` is not a name like others
   for (const [name, value] of Object.entries(patch)) {
-    if (value === null) delete merged[name];
-    else merged[name] = merge(merged[name], value);
+    if (value === null) merged.delete(name);
+    else merged.set(name, merge(merged.get(name), value));
   }
-  return merged;
+  return Object.fromEntries(merged);
 }
 
 /** @type {KeyFrame} */

@@ -17,6 +17,11 @@ test("a merge patch adds, replaces and deletes, and leaves the rest as the same 
   assert.deepEqual(before, { a: { x: 1, y: [1, 2] }, b: { z: 3 }, c: 4 });
 });
 
+test("a host or a report may have a name that objects have", () => {
+  const after = merge({ a: 1 }, JSON.parse('{"__proto__": {"phase": "up"}, "toString": {"cpu": 3}}'));
+  assert.deepEqual(Object.entries(after), [["a", 1], ["__proto__", { phase: "up" }], ["toString", { cpu: 3 }]]);
+});
+
 test("a change applies only to the key frame with its number; a missing field is null", () => {
   const frame = { n: 3, phase: "running", step: 1, max: 4 };
   assert.equal(currentState(frame, { base: 3, patch: { step: 9 } }).step, 9);
