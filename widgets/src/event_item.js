@@ -13,7 +13,7 @@ export class EventItem {
     const eventTone = tone(event.kind);
     const sign = element("span", { class: "nbe-sign", "aria-hidden": "true" }, EVENT_SIGNS[eventTone]);
     this.event = event;
-    this.drawnAt = -1; // the hour in which its time was drawn last
+    this.drawnAt = -1; // the quarter of an hour in which its time was drawn last: midnights of all time zones begin one
     this.time = element("time", { datetime: new Date(event.time * 1000).toISOString() });
     const all = event.took?.all;
     const text = element("span", {}, event.text, all === undefined ? "" : ` · ${milliseconds(all)} in all`);
@@ -32,9 +32,9 @@ export class EventItem {
 
   /** An event does not change; after midnight its time has a day. */
   draw(/** @type {ClusterEvent} */ _, /** @type {number} */ now) {
-    const day = Math.floor(now / 3600);
-    if (day !== this.drawnAt) setText(this.time, momentOf(this.event.time, now));
-    this.drawnAt = day;
+    const quarter = Math.floor(now / 900);
+    if (quarter !== this.drawnAt) setText(this.time, momentOf(this.event.time, now));
+    this.drawnAt = quarter;
   }
 }
 
