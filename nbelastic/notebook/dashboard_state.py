@@ -269,4 +269,5 @@ def _rounded(value: float | str) -> float | str:
 
 
 def five_digits(value: float) -> float:
-    return float(f"{value:.5g}")
+    rounded = float(f"{value:.5g}")
+    return rounded if math.isfinite(rounded) else value  # the largest numbers would be infinite, which JSON has not

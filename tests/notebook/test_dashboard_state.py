@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from fake_cluster import merge
@@ -139,7 +140,10 @@ def test_a_small_cluster_is_sent_whole():
         assert (view_state.state["n"], view_state.state["step"], view_state.change) == (n, n, {})
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.123456789, 0.12346), (float("inf"), "inf"), (float("nan"), "nan")])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.123456789, 0.12346), (float("inf"), "inf"), (float("nan"), "nan"), (sys.float_info.max, sys.float_info.max)],
+)
 def test_numbers_are_as_exact_as_they_are_shown(value, shown):
     """Numbers that JSON does not have are sent as text."""
     status = Status("s", "running", "", 1, 0, 1, None, (), (), None, "", report={"loss": value})
