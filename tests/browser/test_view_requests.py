@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from fake_view import button
 from playwright.sync_api import expect
@@ -108,6 +110,22 @@ def test_nothing_is_ended_by_a_double_click_or_a_held_key(view, clock, name, sur
     view.page.keyboard.down("Enter")
     expect(button(view, name)).to_be_visible()
     assert view.sent() == [{"order": order}]
+
+
+def test_a_second_click_confirms_only_what_the_first_one_was_about(view, clock):
+    """If another slot was opened meanwhile, or another job has begun, it is a first click."""
+    view.open(state())
+    restart = view.page.locator(".nbe-detail").get_by_role("button").nth(1)
+    stop = view.page.get_by_role("button", name=re.compile("^(Stop job|Really)"))
+    view.page.locator(".nbe-chip").nth(0).click()
+    restart.click()
+    view.page.locator(".nbe-chip").nth(1).click()
+    stop.click()
+    view.patch(job="job-2")
+    clock.run_for(DOUBLE)
+    for each in (restart, stop):
+        each.click()
+    assert view.sent() == []
 
 
 def test_a_request_that_takes_long_stays(view, clock, requests):

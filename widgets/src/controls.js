@@ -29,6 +29,8 @@ export class Controls {
       element("div", { class: "nbe-bar" }, this.pause, this.stopJob, this.stop),
     );
     this.edited = this.paused = false;
+    /** @type {?string} */
+    this.job = null;
   }
 
   sendPause() {
@@ -83,6 +85,8 @@ export class Controls {
       if (this.min.value !== min) this.min.value = min;
       if (this.max.value !== max) this.max.value = max;
     }
+    if (state.job !== this.job) this.stopJob.disarm();
+    this.job = state.job;
     for (const field of [this.host, this.min, this.max]) field.disabled = locked;
     for (const node of [this.addHost, this.stop]) setDisabled(node, locked);
     setDisabled(this.apply, locked || !this.edited);

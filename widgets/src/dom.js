@@ -57,14 +57,15 @@ export function button(
 }
 
 /**
- * A button that needs a second click, for which it shows `question`. A double click or a held key does not confirm.
+ * A button that needs a second click, for which it shows `question`. A double click or a held key does not confirm. `disarm`
+ * forgets the first click, when the button is about something else from now on.
  * @param {Timers} timers @param {string} text @param {string} question @param {() => void} act
  */
 export function confirmedButton(timers, text, question, act, classes = "", label = "") {
   /** @type {?number} */
   let timer = null;
   let askedAt = 0;
-  const reset = () => {
+  const disarm = () => {
     if (timer !== null) timers.cancel(timer);
     timer = null;
     node.classList.remove("nbe-confirm");
@@ -76,12 +77,12 @@ export function confirmedButton(timers, text, question, act, classes = "", label
     (event) => {
       if (timer !== null) {
         if (event.detail > 1 || performance.now() - askedAt < DOUBLE_CLICK) return;
-        reset();
+        disarm();
         act();
         return;
       }
       askedAt = performance.now();
-      timer = timers.later(reset, CONFIRM_TIME);
+      timer = timers.later(disarm, CONFIRM_TIME);
       node.classList.add("nbe-confirm");
       setText(node, question);
       if (label) setAttribute(node, "aria-label", `${label}: really?`);
@@ -90,7 +91,7 @@ export function confirmedButton(timers, text, question, act, classes = "", label
     label,
   );
   node.addEventListener("keydown", (event) => event.repeat && event.preventDefault());
-  return node;
+  return Object.assign(node, { disarm });
 }
 
 /** Have the browser save a text as a file. @param {Timers} timers */

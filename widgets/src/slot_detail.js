@@ -50,6 +50,7 @@ export class SlotDetail {
   }
 
   draw(/** @type {Slot} */ slot, /** @type {BoardContext} */ { state, now, locked, closed }) {
+    if (slot.id !== this.worker) this.restart.disarm();
     this.worker = slot.id;
     setText(this.title, slot.id || `Slot ${slot.slot}`);
     this.figures.draw(this.items(slot, stateOf(slot, now), now, state), null);
