@@ -45,9 +45,11 @@ class EngineClient:
         client = self._client
         if unknown := client.wait_for(found.engines.values(), timeout):
             missing = ", ".join(worker for worker, engine in found.engines.items() if engine in unknown)
+            what = f"for ipyparallel's controller to reach {missing}"
+            if not client.is_connected:
+                what = "to connect to ipyparallel's controller"
             raise WaitTimeoutError(
-                f"{timeout:g} s were not enough for ipyparallel's controller to reach {missing}: try again; "
-                "%%elastic_px needs no controller."
+                f"{timeout:g} s were not enough {what}: try again; %%elastic_px needs no controller."
             )
         return client
 

@@ -113,6 +113,11 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._registration_callbacks.append(lambda event: self._io_loop.add_callback(self._on_registration, event))
         self._io_loop.add_callback(self._start_watching)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether all its connections are open."""
+        return len(self._open_connections) == len(self._context.watched)
+
     def wait_for(self, engines: Collection[str], timeout: float) -> set[str]:
         """Wait until all connections are open and these engines (uuids) are known. Returns those that are not after `timeout` s.
 
@@ -122,10 +127,9 @@ class Client(ipp.Client):  # type: ignore[misc]
         asked = time.monotonic()
         while True:
             unknown = set(engines) - set(dict(self._engines).values())
-            is_open = len(self._open_connections) == len(self._context.watched)
-            now = time.monotonic()
-            if (is_open and not unknown) or now > end:
-                return unknown if is_open else set(engines)
+            is_connected, now = self.is_connected, time.monotonic()
+            if (is_connected and not unknown) or now > end:
+                return unknown if is_connected else set(engines)
             if now - asked > QUERY_INTERVAL:  # the controller does not repeat what it sent before this client connected
                 asked = now
                 self._io_loop.add_callback(self._query_engines)
@@ -158,7 +162,7 @@ class Client(ipp.Client):  # type: ignore[misc]
             self._open_connections.discard(number)
         elif number not in self._open_connections:
             self._open_connections.add(number)
-            if len(self._open_connections) < len(self._context.watched):
+            if not self.is_connected:
                 return
             if self._has_connected:
                 self._on_new_controller()

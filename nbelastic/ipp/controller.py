@@ -40,7 +40,7 @@ def main() -> None:
     threading.Thread(target=_outlast, args=[driver_lease], name="nbelastic-lease", daemon=True).start()
     stem = options["files"]
     keys = _keys(Path(f"{stem}.keys"))
-    app.Hub, app.start_heartmonitor = Hub, start_heartmonitor
+    app.Hub, app.Process, app.start_heartmonitor = Hub, Process, start_heartmonitor
     config = Config(
         {
             "Controller": {
@@ -81,6 +81,14 @@ def _end(args: threading.ExceptHookArgs) -> None:
     kill_group(os.getpgrp())
 
 
+class Process(multiprocessing.Process):
+    """The heart monitor's process, which `Controller` starts before ipyparallel would."""
+
+    def start(self) -> None:
+        if self.pid is None:
+            super().start()
+
+
 class Controller(app.IPController):  # type: ignore[misc]
     """Writes to `ready` when it can serve, and ends with its heart monitor.
 
@@ -107,6 +115,7 @@ class Controller(app.IPController):  # type: ignore[misc]
     def start(self) -> None:
         os.write(self.ready, b".")
         os.close(self.ready)  # before the heart monitor is forked, which would keep the pipe open
+        self.heartmonitor_process.start()  # before the threads: a lock that one holds at the fork would never be free in it
         super().start()
 
     def init_signal(self) -> None:
@@ -165,6 +174,9 @@ class Hub(hubs.Hub):  # type: ignore[misc]
         self._save_engine_state()
         if heart in self.beating:
             self.finish_registration(heart)
+
+    def _purge_stalled_registration(self, heart: bytes) -> None:
+        """Keep it, though no heartbeat came within 30 s: the engine may have been stopped meanwhile, and sends it only once."""
 
     def _save_engine_state(self) -> None:
         """Save the next number, so that none is used twice."""
