@@ -19,10 +19,10 @@ def usable_cpus(cgroups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
 
 def _limits(cgroups: Path, mount: Path) -> Iterator[int]:
     """The CPUs of each group, and of the groups around it, that has a limit."""
-    lines: list[str] = []
+    groups = ""
     with suppress(OSError):
-        lines = cgroups.read_text().splitlines()
-    for line in lines:
+        groups = os.fsdecode(cgroups.read_bytes())  # a name may have any byte but the end of a line
+    for line in filter(None, groups.split("\n")):
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue

@@ -47,6 +47,17 @@ def test_a_container_has_its_limit(tmp_path, groups, files, cpus):
     assert usable_cpus(tmp_path / "missing", tmp_path / "mount") == 64
 
 
+@pytest.mark.usefixtures("many_cpus")
+@pytest.mark.parametrize("name", [b"gr\xfcn", "a\u2028b".encode(), b"a\x0cb"], ids=repr)
+def test_a_group_may_have_any_name(tmp_path, name):
+    """A control group whose name is not UTF-8, or has another sign for the end of a line, has its limit."""
+    (tmp_path / "cgroup").write_bytes(b"1:name=systemd:/" + name + b"\n0::/" + name + b"\n")
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    (folder / "cpu.max").write_text("400000 100000")
+    assert usable_cpus(tmp_path / "cgroup", tmp_path) == 4
+
+
 def test_a_job_has_the_cpus_of_its_affinity():
     """Slurm gives a job some CPUs of its node."""
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nfrom nbelastic.system.cpu_count import *\nprint(usable_cpus())"
