@@ -34,7 +34,13 @@ async def run_program(
     """
     name = name or command[0]
     process, stdout, stderr = _start(command, name, folder)
-    exit_watch, out, err = _ExitWatch(process.pid), _PipeReader(stdout, most), _PipeReader(stderr, most)
+    try:
+        exit_watch = _ExitWatch(process.pid)
+    except OSError as error:
+        kill_group(process.pid)
+        with process:  # closes the pipes and waits
+            raise DiscoveryError(f"{name} cannot be watched: {error.strerror}.") from None
+    out, err = _PipeReader(stdout, most), _PipeReader(stderr, most)
     try:
         async with asyncio.timeout(seconds):
             await _wait_for_any(exit_watch.exited, out.overflowed, err.overflowed)
