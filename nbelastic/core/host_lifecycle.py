@@ -92,6 +92,16 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
     return cluster
 
 
+def note_removed(cluster: ClusterState, name: str) -> ClusterState:
+    """A client or an agent wants the host removed. Of many removed ones, those that were removed long ago are forgotten."""
+    names = cluster.removed_hosts | {name}
+    if (
+        len(names) > NAMES
+    ):  # a discovery that lists new hosts forgets those that it does not list; without one, nothing else would
+        names &= {*cluster.hosts, *cluster.incarnations}
+    return replace(cluster, removed_hosts=names)
+
+
 def with_gpus(host: Host, gpus: tuple[Gpu, ...]) -> Host:
     """The host with the GPUs that its agent has found. If no number of slots was given, it has as many as GPUs."""
     host = replace(host, gpus=gpus)

@@ -35,7 +35,7 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
             cluster = replace(cluster, removed_hosts=cluster.removed_hosts - {spec.name})
             cluster = host_lifecycle.add(cluster, spec, now, out, by=by or "discovery", by_hand=by_hand)
         case ev.HostRemoved():
-            cluster = replace(cluster, removed_hosts=cluster.removed_hosts | {event.name})
+            cluster = host_lifecycle.note_removed(cluster, event.name)
             cluster = _remove_host(cluster, event, now, out)
             cluster = script_job.remove(cluster, event, out)
         case ev.HostsDiscovered(hosts=specs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
+from nbelastic.core import host_lifecycle
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
@@ -176,6 +177,20 @@ def test_a_host_removed_by_hand_stays_away():
     story.discover("a:1")
     story.discover("a:1", "b:1")
     assert list(story.cluster.hosts) == ["a", "b"]
+
+
+def test_hosts_that_were_removed_long_ago_are_forgotten(monkeypatch):
+    """Hosts come and go for weeks, without a discovery: the state keeps the newest names. A host that still leaves stays away."""
+    monkeypatch.setattr(host_lifecycle, "NAMES", 3)
+    story = Story("a:1", "z:1", min=1).run().commit(2)
+    story.remove("z")
+    for number in range(9):
+        story.add(f"b{number}:1").remove(f"b{number}", now=True).answer(
+            lambda event: not isinstance(event, ev.WorkerReady)
+        )
+    assert len(story.cluster.removed_hosts) <= 5
+    assert {"z", "b8", "b7"} <= story.cluster.removed_hosts
+    assert kinds(story.discover("a:1", "z:1")) == []
 
 
 def test_a_host_added_by_hand_is_not_discoverys_to_remove():
