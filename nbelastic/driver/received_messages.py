@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -36,6 +36,8 @@ from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.rank_reports import OwnTime, ReplicaHashes
 from nbelastic.system import versions
+
+T = TypeVar("T")
 
 NOT_ALIKE = "does the program train without DistributedDataParallel, or change the model on some ranks only?"
 
@@ -212,7 +214,8 @@ class ReceivedMessages:
         host = message.host
         if self._environments.get(host) == message.pid:
             return
-        self._environments[host], self._packages[host] = message.pid, packages
+        self._environments = {**self._of_present_hosts(self._environments), host: message.pid}
+        self._packages = {**self._of_present_hosts(self._packages), host: packages}
         found = ", ".join(f"{name} {version}" for name, version in packages.items()) or "none"
         text = f"{host} has an environment for the requirements; packages beside those of the host: {found}"
         self._record(cmd.Record("environment-ready", text, host=host))
@@ -220,12 +223,16 @@ class ReceivedMessages:
             text = f"{host}: {different}: name exact versions in the requirements"
             self._record(cmd.Record("environment-differs", text, host=host))
 
+    def _of_present_hosts(self, known: dict[str, T]) -> dict[str, T]:
+        """The entries of hosts that have not left the cluster."""
+        return {host: value for host, value in known.items() if host in self._cluster().hosts}
+
     def _handle_worker_hello(self, message: worker_messages.WorkerHello) -> None:
         w, refused = message.worker, message.refused
         if w in self._cluster().workers:
             self._register(w)
         if refused and self._refused.get(w.host) != refused:
-            self._refused[w.host] = refused
+            self._refused = {**self._of_present_hosts(self._refused), w.host: refused}
             self._record(cmd.Record("preload-refused", f"{w.host}: {refused}", host=w.host))
 
     def _register(self, w: WorkerId, engine: str = "") -> None:

@@ -12,7 +12,11 @@ from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol import agent_messages, messages, output_buffer
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.system import versions
 from tests.core.story import wid
+from tests.driver.fakes import DriverWithFakes, run_story
 from tests.support import driver_thread
 from tests.support.waiting import until
 
@@ -85,3 +89,30 @@ def test_requests_without_an_id_get_different_ids(start_hostless):
     until(lambda: cluster.status().max == 4)
     assert len({order.id for order in cluster.status().orders}) == 2
     until(lambda: [order.word for order in cluster.status().orders] == ["done", "done"], what="both to be done")
+
+
+def test_a_host_that_has_left_is_not_compared_and_not_remembered(tmp_path):
+    """Packages of a new host are compared with those of the present hosts. Nothing is kept of the environment of one that left."""
+
+    def reports(fakes, host, version):
+        agent = next(agent for agent in fakes.agents.values() if agent.spec.name == host and agent.is_alive)
+        hello = agent_messages.AgentHello(host, agent._number, versions.installed(), packages={"numpy": version})
+        agent.send(hello)
+
+    async def story():
+        async with DriverWithFakes(tmp_path, "a:1", min=1) as fakes:
+            for number in range(5):
+                fakes.driver.post(ev.HostAdded(HostSpec(f"b{number}", 1), "you"))
+                await fakes.advance_time(1.0)
+                reports(fakes, f"b{number}", f"{number}.0")
+                await fakes.settle()
+                fakes.driver.post(ev.HostRemoved(f"b{number}", now=True, by="you"))
+                await fakes.advance_time(5.0)
+            reports(fakes, "a", "9.0")
+            await fakes.settle()
+            assert fakes.kinds().count("environment-ready") == 6
+            assert "environment-differs" not in fakes.kinds()
+            received = fakes.driver._components.received_messages
+            assert [*received._packages] == [*received._environments] == ["a"]
+
+    run_story(story)
