@@ -41,8 +41,11 @@ class Node(Struct, frozen=True):
     state: GroupState = GroupState.INIT
     ready: bool = False  # it waits for a round
     store: str = ""
+    since: float = 0.0  # when it was started
     starts: int = 1  # in a row without a round, this one included
+    ends: int = 0  # in a row, after it had been ready for a round
     retry_at: float = 0.0  # when it is started again; 0.0: it was started
+    why: str = ""  # the one before it has ended
     pid: int = 0
     pids: tuple[int, ...] = ()
 

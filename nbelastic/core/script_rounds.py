@@ -93,7 +93,7 @@ def _hosts(group: Group, event: sev.HostsChanged, now: float, out: Commands) -> 
         wanted = group.terms.nproc or slots
         node = group.nodes.get(host)
         if node is None:
-            group = _with_node(replace(group, joined=group.joined + 1), host, Node(group.joined, wanted))
+            group = _with_node(replace(group, joined=group.joined + 1), host, Node(group.joined, wanted, since=now))
             out.append(scmd.StartNode(host))
         elif node.slots != wanted and not node.external:
             group = _with_node(group, host, replace(node, slots=wanted))
@@ -136,10 +136,11 @@ def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
 
 
 def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group:
-    """A node has ended. If its host is still in the cluster, it is started again.
+    """A node has ended. If its host is still in the cluster, it is started again: at once if it had lived for `healthy` seconds.
 
-    If it ends again and again, the others go on without it. The script fails if they are too few, unless the last round had enough
-    without it: then `elastic_timeout` decides, as a lost host may be back by then.
+    If it ends soon after it was ready, again and again, it has a back-off, like a slot. If it ends before it is ready, again and
+    again, the others go on without it. The script fails if they are too few, unless the last round had enough without it: then
+    `elastic_timeout` decides, as a lost host may be back by then.
     """
     host, reason = event.host, event.reason
     node = group.nodes.get(host)
@@ -149,7 +150,13 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
     group = _remove_node(group, host, f"{host}: {reason}", now, out, broken=not intended)
     if node.external or _is_finishing(group) or group.stage is Stage.ENDED:
         return group
-    pause = 0.5 * node.starts
+    pause, ends = 0.5 * node.starts, node.ends
+    if not node.starts:  # it was ready
+        ends = 1 if now - node.since >= group.limits.healthy else ends + 1
+        pause = backoff_seconds(group.limits, ends - 1)
+        if pause:
+            text = f"the elastic agent on {host} has ended {ends} times soon after its start: {reason}"
+            out.append(cmd.Record("worker-failed", f"{text}; tried again in {pause:g} s", host=host))
     if node.starts >= MOST_STARTS:
         text = f"the elastic agent on {host} has ended {node.starts} times in a row: {reason}"
         others = (other.slots for name, other in group.nodes.items() if name != host and other.starts < MOST_STARTS)
@@ -158,7 +165,9 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
             return _end(group, "failed", text, out)
         pause = max(pause, backoff_seconds(group.limits, node.starts + 1 - MOST_STARTS))
         out.append(cmd.Record("worker-failed", f"{text}; tried again in {pause:g} s", host=host))
-    return _with_node(group, host, Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + pause))
+    at = now + pause
+    again = Node(node.joined, node.slots, since=at, starts=node.starts + 1, ends=ends, retry_at=at, why=reason)
+    return _with_node(group, host, again)
 
 
 def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:
@@ -279,7 +288,10 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
     coming = _not_ready(group)
     if size < group.limits.min or not target:
         since = group.too_few_since if group.too_few_since is not None else now
-        reason = Reason("too-few", size, group.limits.min, missing=coming)
+        later = (
+            Missing("backoff", h, node.why, until=node.retry_at) for h, node in group.nodes.items() if node.retry_at
+        )
+        reason = Reason("too-few", size, group.limits.min, missing=(*coming, *later))
         if now >= since + group.limits.patience:
             text = f"{in_words(reason, now)} for {group.limits.patience:g} s (elastic_timeout)"
             return _end(group, "failed", text, out)

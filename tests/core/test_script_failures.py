@@ -141,7 +141,7 @@ def test_a_failure_after_some_have_finished_fails_the_job():
 
 def test_a_node_that_dies_is_started_again():
     """A node that ends on a host that is up is started again; after three such ends the job fails if it needs that host."""
-    play = Play("a:1", "b:1", min=2)
+    play = Play("a:1", "b:1", min=2, cooldown=(0.0, 0.0))
     play.send(sev.NodeLeft("b", "its node ended (SIGKILL)", broken=True))
     assert play.assignments == [("a", 1), ("b", 1)]
     assert (play.group.round, play.group.restarts) == (2, 0)
@@ -185,3 +185,28 @@ def test_a_host_that_cannot_run_the_script_does_not_end_it_while_another_one_is_
     assert (play.group.round, play.assignments) == (2, [("a", 1), ("b", 1)])
     play.look("b:1", "c:1").wait(600.0)
     assert play.end.reason.endswith("for 600 s (elastic_timeout)")
+
+
+def test_a_node_that_dies_in_each_round_is_tried_again_after_a_back_off():
+    """A host on which torch's agent is killed in each round: the others are not restarted with it without an end, and it is named."""
+    play = Play("a:1", "b:1", cooldown=(5.0, 40.0))
+    pauses = []
+    for _ in range(6):
+        assert play.assignments == [("a", 1), ("b", 1)]
+        play.wait(1.0).send(sev.NodeLeft("b", "its node ended (SIGKILL)", broken=True))
+        pauses.append(play.group.nodes["b"].retry_at - play.now if ("b", 1) not in play.assignments else 0.0)
+        play.wait(pauses[-1] + 0.1)
+    assert pauses == [0.0, 5.0, 10.0, 20.0, 40.0, 40.0]
+    assert play.records("worker-failed")[0] == (
+        "the elastic agent on b has ended 2 times soon after its start: its node ended (SIGKILL); tried again in 5 s"
+    )
+    play.wait(60.0).send(sev.NodeLeft("b", "its node ended (SIGKILL)", broken=True))
+    assert play.assignments == [("a", 1), ("b", 1)], "it has lived long enough: it begins again at once"
+
+
+def test_a_script_that_needs_a_node_in_back_off_says_so():
+    """Too few workers are left: the reason names the node that is started again, and when."""
+    play = Play("a:1", "b:1", min=2, cooldown=(5.0, 40.0))
+    for _ in range(2):
+        play.send(sev.NodeLeft("b", "its node ended (SIGKILL)", broken=True))
+    assert play.why == "1 of min 2 workers ready; waiting for b (in back-off, 5 s more: its node ended (SIGKILL))"
