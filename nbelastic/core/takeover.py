@@ -166,7 +166,16 @@ def _restore_job(
     was_left = saved.gathering or not any(inside[w].generation for w in holders)
     if not finished and was_left:
         return replace(jobs.abort_generation(cluster, why, out), stage=Stage.GATHERING, awaiting=cluster.member_set)
+    if not _has_failed(saved, inside):  # the last driver was lost amid a planned change, which does not count
+        cluster = replace(cluster, resets=cluster.resets - 1)
     return generation_end.break_generation(cluster, why, now, out)
+
+
+def _has_failed(saved: SavedCluster, inside: Reports) -> bool:
+    """Whether a member of the last world, or of the one that was to follow, was lost or has lost a connection."""
+    events = [report.last_event for report in inside.values()]
+    missing = not inside.keys() >= {*saved.members} or max(report.size for report in inside.values()) > len(inside)
+    return missing or any(isinstance(event, ev.WorkerRaised) and not event.intact for event in events)
 
 
 def _whole_world(inside: Reports) -> tuple[WorkerId, ...]:

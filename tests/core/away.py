@@ -211,7 +211,7 @@ def _one_by_one(commands: Iterable[cmd.Command]) -> Iterator[cmd.Command]:
         match command:
             case cmd.FormWorld(members=members, to=to):
                 yield from (replace(command, to=(w,)) for w in to or members)
-            case cmd.StopProgram(workers=workers):
+            case cmd.StopProgram(workers=workers) | cmd.TryProgram(workers=workers):
                 yield from (replace(command, workers=(w,)) for w in workers)
             case cmd.PrepareWorld(formation=order):
                 yield from (cmd.PrepareWorld(replace(order, to=(w,))) for w in order.members)

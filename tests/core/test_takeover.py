@@ -7,6 +7,7 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import HostPhase, Stage, WorkerState
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.program_events import SwapSubmitted
 from tests.core.away import Away, disturbed, three, trains
 from tests.core.story import Story, wid, with_stage
 
@@ -288,11 +289,34 @@ def test_no_member_has_left_yet():
 
 @pytest.mark.parametrize("held", [["a/0#1"], ["b/0#1", "c/0#1"]])
 def test_some_have_left_and_some_not(held):
-    """Some members have left: all are aborted and train on together."""
-    story = with_stage(Stage.LEAVING)
+    """Some members have left: all are aborted and train on together. Nothing has failed, so no reset is counted."""
+    story = with_stage(Stage.LEAVING, reset_limit=0)
     Away(story, held=[wid(w) for w in held]).new_driver()
     assert trains(story.quiet(3.0), "a/0#1", "b/0#1", "c/0#1", "d/0#1")
+    assert story.cluster.resets == 0
+
+
+@pytest.mark.parametrize("victim", ["b/0#1", "d/0#1"], ids=["a member", "a newcomer in the next world"])
+@pytest.mark.parametrize("noticed", [True, False])
+def test_some_have_left_and_one_is_lost(victim, noticed):
+    """A worker of the last world or of the next one died meanwhile: that is a reset."""
+    story = with_stage(Stage.LEAVING)
+    Away(story, held=[wid("a/0#1")]).kill(victim, noticed=noticed).new_driver()
+    assert trains(story.quiet(10.0))
     assert story.cluster.resets == 1
+
+
+@pytest.mark.parametrize("reached", range(1, 4))
+def test_a_new_program_that_had_reached_only_some(reached):
+    """The driver died as it ordered the change to a new program: all return to the old one, and no reset is counted."""
+    story = three(reset_limit=0)
+    story.send(SwapSubmitted(1, "you"))
+    story.answer(lambda e: not isinstance(e, ev.WorkerHalted))
+    *first, last = [e for e in story.answers if isinstance(e, ev.WorkerHalted)]
+    story.answer(lambda e: e in first)
+    Away(story, last, reached=reached, written=False).new_driver()
+    assert trains(story.quiet(3.0), "a/0#1", "a/1#1", "b/0#1")
+    assert (story.cluster.resets, story.job.program) == (0, 0)
 
 
 def test_all_have_changed_over_meanwhile():
