@@ -61,6 +61,7 @@ class SavedCluster(Struct, frozen=True):
     driver_address: str
     external_address: str
     paused_by: str = ""
+    ending_nodes: dict[str, float] = {}
 
 
 Saved = tuple[ClusterState, SavedCluster]  # a state, and what was saved of it
@@ -68,7 +69,7 @@ Saved = tuple[ClusterState, SavedCluster]  # a state, and what was saved of it
 _SAVED = (
     *("limits", "hosts", "ending", "removed_hosts", "incarnations", "hosts_joined", "highest_generation", "last_probe"),
     *("members", "stopped", "stage", "stopping", "job", "kept_state", "last_formed", "setup", "resets"),
-    *("driver_address", "external_address", "halt"),
+    *("driver_address", "external_address", "halt", "ending_nodes"),
 )
 
 
@@ -108,6 +109,7 @@ def snapshot_of(cluster: ClusterState, earlier: Saved | None = None) -> SavedClu
         driver_address=cluster.driver_address,
         external_address=cluster.external_address,
         paused_by=cluster.halt.paused_by,
+        ending_nodes=cluster.ending_nodes,
     )
 
 

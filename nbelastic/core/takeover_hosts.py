@@ -71,6 +71,7 @@ def restore_hosts(
         driver_address=saved.driver_address,
         external_address=saved.external_address,
         halt=Halt(paused_by=saved.paused_by),
+        ending_nodes={n: until for n, until in saved.ending_nodes.items() if n in agents and agents[n].nodes},
         settling_since=now,
     )
     return host_admission.widen(cluster, now, out) if host_admission.wide(cluster) else cluster

@@ -101,11 +101,14 @@ class Scripts:
         self._post(sev.ScriptSubmitted(run.name, script.target, terms, number))
 
     def restart(self, run: JobRun, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
-        """Submit a script of the previous driver again, and kill its `nodes`, by host. External nodes have left its round."""
+        """Submit a script of the previous driver again, and kill its `nodes`, by host, but those that end their workers already.
+
+        External nodes have left its round.
+        """
         assert job.script is not None
         for host, numbers in nodes.items():
-            for number in numbers:
-                self._started_nodes = max(self._started_nodes, number)
+            self._started_nodes = max(self._started_nodes, *numbers, 0)
+            for number in numbers if host not in self._cluster().ending_nodes else ():
                 self._agents.send(host, agent_messages.StopNode(number, kill=True))
         self.submit(run, *job.script, job.round + 1)  # the last round may have begun without being saved
 
@@ -138,7 +141,9 @@ class Scripts:
 
     def on_node_exited(self, message: agent_messages.NodeExited) -> None:
         """An agent has reported the end of a node's process."""
-        if self._node_numbers.get(message.host) == message.number:
+        if message.host in self._cluster().ending_nodes and message.host not in self._node_numbers:
+            self._decide(sev.NodeLeft(message.host, "the node of the previous driver has ended"))
+        elif self._node_numbers.get(message.host) == message.number:
             self._server.forget(f"node/{message.host}~{message.number}")
             del self._node_numbers[message.host]
             why = f"its node ended ({exit_text(message.code)})"

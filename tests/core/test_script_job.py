@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
@@ -13,6 +14,7 @@ from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.connection_events import HostDisconnected
+from tests.core.away import Away
 from tests.core.story import Story
 
 
@@ -104,6 +106,27 @@ def test_a_removed_host_does_not_wait_for_ever_for_its_node():
     assert stopped(removed(now=True).wait(0.1)) == ["b"]
     story = removed().lose_host("b")
     assert ([*story.cluster.hosts], story.cluster.ending_nodes) == (["a"], {})
+
+
+@pytest.mark.parametrize("nodes", [(1,), ()], ids=["the node runs", "it has ended meanwhile"])
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_new_driver_waits_for_the_workers_of_a_script_that_save_what_they_have(nodes, stopping):
+    """The driver dies while they end, on a host that leaves or as the cluster stops: the next one gives them the rest of their time."""
+
+    class AwayWithNodes(Away):
+        def hello(self, name):
+            return replace(super().hello(name), nodes=nodes if name == "b" else ())
+
+    story = removed()
+    if stopping:
+        story.send(ev.StopRequested())
+    story.wait(5.0)
+    mark = story.mark()
+    AwayWithNodes(story).new_driver().wait(29.0)
+    assert ("b" in [command.host for command in story.commands(cmd.StopAgent, mark)]) == (not nodes)
+    if nodes:
+        story.send(sev.NodeLeft("b", "it has ended"))
+    assert "b" in [command.host for command in story.commands(cmd.StopAgent, mark)]
 
 
 def test_a_stopped_cluster_waits_for_the_workers_of_its_script():

@@ -1,0 +1,42 @@
+"""A new driver takes over the nodes of a script of the last one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from msgspec.structs import replace
+
+from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.agent_messages import AgentHello, NodeExited, Script, StopNode
+from tests.driver.fakes import DriverWithFakes, run_story
+
+SCRIPT = Script("job-1", "/train.py"), sev.Terms()
+
+
+def sent(fakes: DriverWithFakes, kind: type) -> list[tuple[str, int]]:
+    return [(peer, message.number) for peer, message in fakes.sent if isinstance(message, kind)]
+
+
+def resume(fakes: DriverWithFakes, saved: SavedJob, **hello) -> None:
+    """The reports of the takeover have come: all hosts say the same of their nodes."""
+    agents = {host: AgentHello(host, 1, {}, **hello) for host in fakes.driver.cluster.hosts}
+    fakes.driver.jobs.load(saved)
+    fakes.driver.jobs.resume(saved, SimpleNamespace(agents=agents, workers={}))
+
+
+def test_a_node_that_saves_what_it_has_is_not_killed(tmp_path):
+    """All nodes are killed as the script begins again, but for one that has to end anyway. Its host waits for it no longer than it lives."""
+
+    async def story() -> None:
+        async with DriverWithFakes(tmp_path, "a:1,b:1", min=1) as fakes:
+            await fakes.advance_time(2.0)
+            decisions = fakes.driver._decisions
+            decisions.cluster = replace(decisions.cluster, ending_nodes={"b": 1e9})
+            resume(fakes, SavedJob("job-1", script=SCRIPT, round=1, nodes={"a": 3, "b": 4}), nodes=(3,))
+            assert [peer.partition("~")[0] for peer, _ in sent(fakes, StopNode)] == ["agent/a"]
+            fakes.driver._components.scripts.on_node_exited(NodeExited("b", 3, 0))
+            await fakes.settle()
+            assert fakes.driver.cluster.ending_nodes == {}
+
+    run_story(story)
