@@ -188,6 +188,7 @@ class Jobs:
 
     def resume(self, saved: SavedJob | None, reports: TakeoverReports) -> None:
         """Let the saved job go on after the takeover. It begins if the last driver was killed before, or has ended."""
+        self._scripts.skip_numbers(reports.agents.values())
         if saved is not None and saved.script is not None:
             self._resume_script(saved, reports)
             return

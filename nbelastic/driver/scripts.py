@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -100,6 +100,10 @@ class Scripts:
         self._rounds, self._samples = {}, {}
         self._post(sev.ScriptSubmitted(run.name, script.target, terms, number))
 
+    def skip_numbers(self, agents: Iterable[agent_messages.AgentHello]) -> None:
+        """Give no new node the number of one that an agent knows: its end, which agents report by number, would be taken for the new one's."""
+        self._started_nodes = max((number for agent in agents for number in (*agent.nodes, *agent.ended)), default=0)
+
     def restart(self, run: JobRun, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
         """Submit a script of the previous driver again, and kill its `nodes`, by host, but those that end their workers already.
 
@@ -107,7 +111,6 @@ class Scripts:
         """
         assert job.script is not None
         for host, numbers in nodes.items():
-            self._started_nodes = max(self._started_nodes, *numbers, 0)
             for number in numbers if host not in self._cluster().ending_nodes else ():
                 self._agents.send(host, agent_messages.StopNode(number, kill=True))
         self.submit(run, *job.script, job.round + 1)  # the last round may have begun without being saved

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
+from nbelastic.core.commands import EndJob
 from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver.job_run import JobRun
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.agent_messages import AgentHello, NodeExited, Script, StopNode
+from nbelastic.protocol.agent_messages import AgentHello, NodeExited, Script, StartNode, StopNode
 from tests.driver.fakes import DriverWithFakes, run_story
 
 SCRIPT = Script("job-1", "/train.py"), sev.Terms()
@@ -38,5 +40,20 @@ def test_a_node_that_saves_what_it_has_is_not_killed(tmp_path):
             fakes.driver._components.scripts.on_node_exited(NodeExited("b", 3, 0))
             await fakes.settle()
             assert fakes.driver.cluster.ending_nodes == {}
+
+    run_story(story)
+
+
+def test_no_number_of_a_node_is_used_twice(tmp_path):
+    """The saved script is over. The nodes of the next one have new numbers: yet another driver would take the old ends for theirs."""
+
+    async def story() -> None:
+        async with DriverWithFakes(tmp_path, "a:1", min=1) as fakes:
+            await fakes.advance_time(2.0)
+            over = EndJob("job-1", "succeeded", "every worker ended well", ())
+            resume(fakes, SavedJob("job-1", script=SCRIPT, nodes={"a": 1}, over=over), nodes=(2,), ended={1: 0})
+            fakes.driver.jobs.submit(JobRun("job-2", None), SavedJob("job-2", script=SCRIPT))
+            await fakes.settle()
+            assert [number for _, number in sent(fakes, StartNode)] == [3]
 
     run_story(story)
