@@ -300,11 +300,11 @@ class Plan:
     def ended(self, state: State, turn: int | None) -> None:
         """The elastic function has returned or was stopped: write the last commit.
 
-        `turn`: 0: at once; n: only if none of n ranks, which write before this one, has written it in time; None: not here.
+        `turn`: 0: at once; n: as n-th rank, only if there is none of this commit or a later one by then; None: not here.
         """
         if turn is None or not state.clean:
             return
-        if turn == 0 or self._is_missing_after(state.commits, turn * TURN_TIMEOUT):
+        if turn == 0 or self._is_missing_after(state.commits, (turn - 1) * TURN_TIMEOUT):
             _join_last()
             if state.commits > self.saved:
                 self._write(state)

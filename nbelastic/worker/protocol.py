@@ -113,12 +113,13 @@ class Protocol:
         return self.rank == 0
 
     def last_turn(self, *, disconnected: bool) -> int | None:
-        """When this worker writes the job's last checkpoint: 0: at once; n: if n ranks have not written it; None: never.
+        """When this worker writes the job's last checkpoint: 0: at once; n: as n-th, if no other has; None: never.
 
-        The driver names a worker. If there is none, each rank waits for those before it, which may be lost.
+        The driver names a worker. If there is none, each rank waits for those before it, which may be lost. Rank 0 looks, too: if only
+        its host was cut off from the driver, the others have trained on.
         """
         if self._writes_last is None and disconnected:
-            return self.rank
+            return self.rank + 1
         writes = self.is_rank_0 if self._writes_last is None else self._writes_last
         return 0 if writes else None
 

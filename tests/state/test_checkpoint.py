@@ -289,9 +289,9 @@ def test_without_a_driver_the_next_rank_saves_the_last_commit(tmp_path, monkeypa
         for job in (zero, one):
             job.commits(3)
         if not dead:
-            zero.plan.ended(zero.state, turn=0)
+            zero.plan.ended(zero.state, turn=1)
             zero.plan.finish()
-        one.plan.ended(one.state, turn=1)
+        one.plan.ended(one.state, turn=2)
         one.plan.finish()
         assert written(tmp_path)[-1] == saved
 

@@ -61,3 +61,15 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, error):
     (tmp_path / ".writing-000001").mkdir()
     write(counter(2), tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".writing-000001", "000002-commit-2"]
+
+
+def test_a_rank_0_that_was_cut_off_saves_no_old_commit(tmp_path):
+    """Its host lost the driver, and the others trained on: what it saves at its lease's end must not be the newest checkpoint."""
+    checkpoint.write(tmp_path, saving.CopyMemory(used_again=False).copy(counter(10))[0], 3)
+    plan = saving.Plan(str(tmp_path), 100, 3, lambda: True)
+    plan.ended(counter(7), turn=1)
+    plan.finish()
+    assert written(tmp_path) == ["000001-commit-10"]
+    plan.ended(counter(12), turn=1)
+    plan.finish()
+    assert written(tmp_path)[-1] == "000002-commit-12"

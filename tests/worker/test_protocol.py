@@ -254,9 +254,9 @@ def test_the_report_shows_why_a_program_stops(worker, own, stopped):
     assert worker.report(1, "").stop_reason == stopped
 
 
-@pytest.mark.parametrize(("named", "turns"), [(True, (0, 0)), (False, (None, None)), (None, (None, 1))])
+@pytest.mark.parametrize(("named", "turns"), [(True, (0, 0)), (False, (None, None)), (None, (None, 2))])
 def test_who_writes_the_last_checkpoint(worker, named, turns):
-    """The worker that the driver has named first. Without a driver, rank 1 writes if rank 0 does not."""
+    """The worker that the driver has named first. Without a driver, rank 1 writes as the second, if no other has."""
     for writes in (named, None):
         worker.receive(worker_messages.StopProgram("job", "the job is over", writes=writes))
     assert tuple(worker.last_turn(disconnected=one) for one in (False, True)) == turns
