@@ -10,7 +10,9 @@ from contextlib import suppress
 from multiprocessing import connection, forkserver, util
 from multiprocessing.process import BaseProcess
 
-TEMPLATE_END_TIMEOUT = 5.0  # seconds in which a killed template ends
+from nbelastic.system.processes import is_ending
+
+TEMPLATE_END_TIMEOUT = 5.0  # seconds in which a template ends that has closed its sockets
 TRIES = 3  # if so many templates die, the next one would die of the same cause
 
 
@@ -32,7 +34,8 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
     """Start the process that `make` returns. It is called once per try. ForkRefusedError if the template lives and could not fork.
 
     A killed template closes its sockets a moment before it can be waited for. In between, multiprocessing believes that the
-    template runs, and raises. Then wait for its end, and start another template.
+    template runs, and raises. Then wait for its end, and start another template. One that lives and has closed this connection only
+    is not waited for: the agent has other workers.
     """
     for tries in range(1, TRIES + 1):
         forkserver.ensure_running()
@@ -41,7 +44,8 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
         try:
             process.start()
         except (EOFError, ConnectionError) as error:
-            if not _wait_for_end(template):
+            listens = not isinstance(error, ConnectionRefusedError)
+            if (listens and not is_ending(template)) or not _wait_for_end(template):
                 raise ForkRefusedError("the template could not fork: no process or memory is left here") from error
             if tries == TRIES:
                 raise

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4  # in the flags of `/proc/<pid>/stat`
 OUTPUT = 4096  # bytes of a process's output that are read
 
 
@@ -30,6 +31,12 @@ def stat_of(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ["X"]
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the process ends or has ended: it does so before it closes its files."""
+    state, *fields = stat_of(pid)
+    return state in "XZ" or bool(int(fields[5]) & _PF_EXITING)
 
 
 def children_of(pid: int) -> list[int]:

@@ -18,7 +18,7 @@ import pytest
 from nbelastic.agent.fork import TRIES, ForkRefusedError, fork
 from nbelastic.agent.nodes import Nodes
 from nbelastic.protocol.agent_messages import NodeExited
-from nbelastic.system.processes import state_of
+from nbelastic.system.processes import is_ending, state_of
 from tests.support.waiting import until
 
 
@@ -64,6 +64,7 @@ def test_templates_that_die_each_time(template):
     class Dies:
         def start(self):
             os.kill(template(), signal.SIGKILL)
+            until(lambda: is_ending(template()))
             raise EOFError
 
     with pytest.raises(EOFError):
@@ -73,8 +74,8 @@ def test_templates_that_die_each_time(template):
 
 
 def test_a_template_that_runs_but_closes_the_connection(template, monkeypatch):
-    """If a running template closes the connection, there is no second try."""
-    monkeypatch.setattr("nbelastic.agent.fork.TEMPLATE_END_TIMEOUT", 0.1)
+    """If a running template closes the connection, there is no second try, and no wait in which the agent sees no worker end."""
+    monkeypatch.setattr("nbelastic.agent.fork._wait_for_end", lambda _: pytest.fail("it waits"))
     makes = []
 
     class BreaksOff:
@@ -128,7 +129,6 @@ def test_preloaded_modules_that_are_refused(tmp_path):
 REFUSES = """
 import multiprocessing as mp, time
 from nbelastic.agent import fork as forks
-forks.TEMPLATE_END_TIMEOUT = 0.1
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(["refuses"])
 make = lambda: context.Process(target=time.sleep, args=(60,))
