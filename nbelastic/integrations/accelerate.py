@@ -33,6 +33,7 @@ class Weight:
     """The weight of the batch that an `ElasticLoader` has given last. Accelerate's own active loader may be another one."""
 
     present = 1.0
+    passes = 0  # over elastic loaders: an evaluation may be inside a step
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
@@ -114,6 +115,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             )
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Accelerate's own, but for an elastic loader: UsageError, as it begins where the epoch is."""
+        if not isinstance(dataloader, ElasticLoader):
+            return super().skip_first_batches(dataloader, num_batches)
+        if num_batches:
+            raise UsageError(
+                "an elastic loader gives only the samples that the epoch has not used yet: leave out skip_first_batches."
+            )
+        return dataloader
+
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """With a global batch a step has the same samples in any world: the scheduler steps once, and not once per rank."""
         prepared = super().prepare_scheduler(scheduler)
@@ -170,17 +181,23 @@ class ElasticLoader(DataLoaderShard):  # type: ignore[misc]  # mypy does not fol
         self.iteration = sampler.epoch
         self.generator.manual_seed(seed_of(sampler.seed, sampler.epoch, sampler.used))
         left, outside = len(sampler), self._weight.present
-        for batch in super().__iter__():
-            size = min(self._batch, left)
-            left -= size
-            self.weight = self._weight.present = sampler.weight(size)
-            self.shares, self.given = sampler.shares(size), size
-            sampler.record_batch(size)
-            self.end()  # an evaluation that was left is no longer the active one
-            self.gradient_state._add_dataloader(self)
-            yield batch
-        self._weight.present = outside  # that of the batch around this loop
-        self._ended_epoch = sampler.epoch
+        self._weight.passes += 1
+        try:
+            for batch in super().__iter__():
+                size = min(self._batch, left)
+                left -= size
+                self.weight = self._weight.present = sampler.weight(size)
+                self.shares, self.given = sampler.shares(size), size
+                sampler.record_batch(size)
+                self.end()  # an evaluation that was left is no longer the active one
+                self.gradient_state._add_dataloader(self)
+                yield batch
+            self._weight.present = outside
+            self._ended_epoch = sampler.epoch
+        finally:
+            self._weight.passes -= 1
+            if self._weight.passes:
+                self._weight.present = outside  # that of the batch around this loop, which may have been left
 
 
 def renew_states(*, is_sharded: bool = False) -> None:

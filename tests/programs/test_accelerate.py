@@ -131,10 +131,14 @@ def test_a_loader_for_an_evaluation_is_prepared_as_always(accelerator, loader):
     assert accelerator.prepare(prepared) is prepared
 
 
-def test_a_gradient_has_its_weight_after_an_evaluation_that_was_left(accelerator):
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_gradient_has_its_weight_after_an_evaluation_that_was_left(accelerator, is_elastic):
     """Accelerate takes the loader of such an evaluation for the active one until the program ends."""
     sampler = ElasticSampler(DATA, global_batch=5)  # 2, 2 and 1 samples
-    batches, others = accelerator.prepare(DataLoader(DATA, batch_size=5, sampler=sampler), DataLoader(DATA))
+    evaluated = ElasticSampler(DATA, global_batch=4) if is_elastic else None  # 2, 1 and 1 samples
+    batches, others = accelerator.prepare(
+        DataLoader(DATA, batch_size=5, sampler=sampler), DataLoader(DATA, sampler=evaluated)
+    )
     weight = torch.nn.Parameter(torch.ones(()))
     gradients = []
     for _ in batches:
@@ -146,6 +150,24 @@ def test_a_gradient_has_its_weight_after_an_evaluation_that_was_left(accelerator
     assert gradients == pytest.approx([2 * 3 / 5] * 2)
     accelerator.backward(weight.clone())
     assert weight.grad == 1
+
+
+def test_a_gradient_has_the_weight_of_the_first_batch_that_is_taken_alone(accelerator):
+    """Python ends the pass over the loader before the gradient is made."""
+    batches = accelerator.prepare(DataLoader(DATA, sampler=ElasticSampler(DATA, global_batch=5)))
+    weight = torch.nn.Parameter(torch.ones(()))
+    next(iter(batches))
+    accelerator.backward(weight.clone())
+    assert weight.grad.item() == pytest.approx(2 * 3 / 5)
+
+
+def test_batches_of_an_elastic_loader_are_not_skipped(accelerator):
+    """It begins where the epoch is; Accelerate would make a loader that records nothing."""
+    batches = accelerator.prepare(DataLoader(DATA, sampler=ElasticSampler(DATA)))
+    assert accelerator.skip_first_batches(batches) is batches
+    with pytest.raises(UsageError, match="leave out skip_first_batches"):
+        accelerator.skip_first_batches(batches, 2)
+    assert len(list(accelerator.skip_first_batches(accelerator.prepare(DataLoader(DATA)), 1))) == 3
 
 
 @pytest.mark.parametrize(
