@@ -166,9 +166,11 @@ def _doctor(options: Namespace) -> None:
 
 def _replay(options: Namespace) -> None:
     lines = EventLogFile(options.file)
+    if options.last is not None and options.last < 0:
+        raise UsageError(f"--until {options.last}: the first event is 0.")
     if options.share or options.test:
         if options.share:
-            print(lines.share(options.share))
+            print(lines.share(options.share, options.last))
         if options.test:
             print(lines.write_test(options.test, options.last))
     elif not show(lines, options.first, options.last, options.only):

@@ -51,13 +51,14 @@ class EventLogFile:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path).expanduser()
+        older = self._path.with_suffix(".old")
+        self._paths = (older, self._path) if older != self._path and older.is_file() else (self._path,)
         self.is_cut_off = False  # a line is incomplete, as after a kill or on a full disk
         self.records: list[replay.LoggedRecord] = []  # of the lines read so far
 
     def texts(self) -> Iterator[tuple[str, bytes]]:
         """Each line, with its place for errors."""
-        older = self._path.with_suffix(".old")
-        for path in (older, self._path) if older != self._path and older.is_file() else (self._path,):
+        for path in self._paths:
             try:
                 with open(path, "rb") as file:
                     for number, line in enumerate(file, 1):
@@ -95,7 +96,7 @@ class EventLogFile:
     def share(self, path: str, last: int | None = None) -> str:
         """Write a copy for others. Returns a text that says so."""
         copy = Path(path).expanduser()
-        if copy.exists() and copy.samefile(self._path):
+        if any(copy.exists() and path.exists() and copy.samefile(path) for path in self._paths):
             raise UsageError(f"--share {path}: that is the log itself. Name another file for the copy.")
         for _ in self.played(last):  # UsageError for a log that cannot be replayed
             pass

@@ -137,6 +137,36 @@ def test_a_file_that_cannot_be_replayed_gives_one_line(tmp_path, capsys, text, w
     assert str(path) in line
 
 
+def test_a_copy_ends_where_the_replay_does(log, tmp_path, capsys):
+    """`--until` counts for `--share`, as for `--test`."""
+    copy = tmp_path / "copy.jsonl"
+    assert main(["replay", str(log), "--until", "5", "--share", str(copy)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(copy)]) == 0
+    shown = capsys.readouterr().out
+    assert main(["replay", str(log), "--until", "5"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_a_copy_does_not_replace_the_older_half_of_the_log(log, capsys):
+    """Its errors and records would be lost, and the log could not be replayed any more."""
+    lines = log.read_bytes().splitlines(keepends=True)
+    older = log.with_suffix(".old")
+    older.write_bytes(b"".join(lines[:10]))
+    log.write_bytes(b"".join(lines[10:]))
+    assert main(["replay", str(log), "--share", str(older)]) == 1
+    assert "that is the log itself" in capsys.readouterr().err
+    assert older.read_bytes() == b"".join(lines[:10])
+
+
+def test_an_end_before_the_first_event_is_refused(log, tmp_path, capsys):
+    """There would be nothing to show or to test. Events are counted from 0, the driver's beginning."""
+    test = tmp_path / "test_bug.py"
+    assert main(["replay", str(log), "--until", "-1", "--test", str(test)]) == 1
+    assert capsys.readouterr().err == "nbelastic: --until -1: the first event is 0.\n"
+    assert not test.exists()
+
+
 def test_a_test_needs_a_name_that_pytest_finds(log, tmp_path, capsys):
     """Another name is refused, and nothing is written."""
     assert main(["replay", str(log), "--test", str(tmp_path / "bug.py")]) == 1
