@@ -131,7 +131,7 @@ class ElasticTrainer:
         if self._elastic.progress.values:
             for group, values in zip(groups, options, strict=True):
                 group.update(values)
-            self._elastic.progress.restore_scheduler(self.lr_scheduler, groups)
+        self._elastic.progress.restore_scheduler(self.lr_scheduler, groups)
         return scheduler
 
     def _run_epoch(self: Any, **about: Any) -> None:

@@ -37,6 +37,7 @@ class TrainerProgress:
         self.learning_rates: list[float] = []  # of the groups, as the program begins; a new program may change them
         self.values: dict[str, Any] = {}
         self._first: list[dict[str, Any]] = []  # the attributes of callbacks before the first step
+        self._first_schedule: dict[str, Any] | None = None  # of a scheduler of the user's own, which is not made anew
         self._written = 0  # how many entries of the log history are in `values["history"]`
 
     @property
@@ -55,6 +56,8 @@ class TrainerProgress:
     def begin(self, trainer: Any) -> None:
         """The training has not begun: a world that returns to this has no `values`."""
         self._first = [copy.deepcopy(one.state()["attributes"]) for one in _with_state(trainer)]
+        if trainer.lr_scheduler is not None:
+            self._first_schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
 
     def capture(self, trainer: Any, epoch: int, epoch_start: int) -> None:
         """Take the values of `trainer` right after a step. `epoch_start`: the number of steps before this epoch."""
@@ -78,7 +81,11 @@ class TrainerProgress:
         }
 
     def restore_scheduler(self, scheduler: Any, groups: list[dict[str, Any]]) -> None:
-        """Set the scheduler, which is new. If a new program has set other learning rates, its schedule goes on with them."""
+        """Set the scheduler. If a new program has set other learning rates, its schedule goes on with them."""
+        if not self.values:
+            if self._first_schedule is not None:
+                scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
+            return
         scheduler.load_state_dict(self.values["scheduler"])
         before = self.values["learning_rates"]
         if before == self.learning_rates or len(before) != len(self.learning_rates):

@@ -118,3 +118,22 @@ def test_a_training_that_goes_on_skips_batches_and_does_not_evaluate_at_its_star
     assert seen == [(False, True), (False, False)]
     assert trainer.args.ignore_data_skip
     assert trainer.args.eval_on_start
+
+
+def test_a_scheduler_of_ones_own_begins_again_with_the_training(integration, begin, make):
+    """A world that is lost before its first commit has stepped it: a newcomer's would have another learning rate."""
+    trainer = make()
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
+    progress = integration.TrainerProgress()
+    progress.begin(trainer)
+    with begin(trainer, integration.Run(SimpleNamespace(), progress)):
+        trainer.create_scheduler(10)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        trainer.optimizer.param_groups[0]["lr"] = 0.1  # the state restores the optimizer
+        trainer.create_scheduler(10)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    assert trainer.lr_scheduler.last_epoch == 1
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
