@@ -135,6 +135,8 @@ class _ElasticFit:
             if not state.commits:
                 self._position.set_places(trainer.strategy.broadcast(self._position.places()))
                 _log_hyperparams(trainer)  # Lightning's own call of it came before any process was rank 0
+                if not self._from_checkpoint:  # with max_steps, ranks that have received the state would skip the check
+                    self._epoch_loop.val_loop._restarting = False
                 with isolate_rng():
                     trainer._run_sanity_check()
             trainer.lightning_module.zero_grad()
