@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import lightning.fabric.connector
@@ -70,13 +71,13 @@ def run_closure_first(optimizer: Any) -> None:
     step = optimizer.step
 
     @functools.wraps(step)
-    def step_after(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step_after(_: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         if closure is None:
             return step(**options)
         result = closure()
         return step(closure=lambda: result, **options)
 
-    optimizer.step = step_after
+    optimizer.step = MethodType(step_after, optimizer)  # a scheduler that is made later wraps a method
 
 
 class ElasticEnvironment(ClusterEnvironment):  # type: ignore[misc]  # mypy does not follow lightning

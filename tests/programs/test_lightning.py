@@ -129,6 +129,16 @@ def test_metrics_return_to_the_commit_that_the_world_returns_to(integration, com
     assert module.sum.sum_value == expected
 
 
+def test_a_scheduler_may_be_made_when_the_training_has_begun(run_closure_first):
+    """As in `on_train_start`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.tensor(3.0))], lr=0.1)
+    run_closure_first(optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_closure_runs_before_the_step(run_closure_first, kind):
     """So its backward pass comes before the step, and the values are the same."""
