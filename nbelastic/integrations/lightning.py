@@ -88,6 +88,7 @@ class _ElasticFit:
         self._sums = Sums(trainer)
         self._state: Any = None
         self._from_checkpoint = False
+        self._accumulated = trainer.accumulate_grad_batches
 
     def run(self, fit: Callable[[], object]) -> None:
         """Call `fit` with the methods replaced."""
@@ -95,6 +96,7 @@ class _ElasticFit:
         replaced = [
             (self._fit_loop, "_data_source", self._source),
             (self._trainer, "_run_stage", self._run_stage),
+            (self._fit_loop, "on_run_start", self._on_fit_start),
             (self._fit_loop, "on_advance_end", self._on_epoch_end),
             (self._epoch_loop, "on_run_start", self._on_run_start),
             (self._epoch_loop, "on_advance_end", self._on_advance_end),
@@ -167,6 +169,15 @@ class _ElasticFit:
         loops.run()
         if is_finished:
             loops.on_run_end()
+
+    def _on_fit_start(self) -> None:
+        """A callback may change how many batches are accumulated, and in `on_train_start` it checks the user's own number."""
+        trainer = self._trainer
+        committed, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self._accumulated
+        try:
+            type(self._fit_loop).on_run_start(self._fit_loop)
+        finally:
+            trainer.accumulate_grad_batches = committed
 
     def _on_run_start(self, fetcher: Any) -> None:
         """An epoch begins, or goes on after a commit: at its next batch, or at the validation after the last one."""

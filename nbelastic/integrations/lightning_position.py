@@ -18,6 +18,7 @@ from nbelastic.state.user_words import UserWords
 USER_WORDS = UserWords(
     {
         "position": None,
+        "position.accumulate_grad_batches": "accumulate_grad_batches",
         "position.callbacks.": "",
         "position.callbacks.ModelCheckpoint.dirpath": None,
         "position.places": "the folders of its logs and checkpoints",
@@ -42,6 +43,7 @@ class Position:
             "callbacks": callbacks,
             "places": self.places(),
             "validates": self.validates,
+            "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
             "stops": self._trainer.should_stop,
             "logged": logged(self._trainer),
         }
@@ -53,6 +55,7 @@ class Position:
                 one.load_state_dict(copy.deepcopy(state["callbacks"][one.state_key]))
         self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
         self.validates, self._trainer.should_stop = state["validates"], state["stops"]
+        self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
         if state["logged"] is not None:
             restore_logged(self._trainer, state["logged"])
 
