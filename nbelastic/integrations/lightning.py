@@ -182,6 +182,7 @@ class _ElasticFit:
     def _on_run_start(self, fetcher: Any) -> None:
         """An epoch begins, or goes on after a commit: at its next batch, or at the validation after the last one."""
         type(self._epoch_loop).on_run_start(self._epoch_loop, fetcher)
+        self._trainer.strategy.begin_epoch()
         if not self._state.commits and self._from_checkpoint:
             return
         for loop in (self._fit_loop, self._epoch_loop, self._epoch_loop.val_loop):

@@ -69,6 +69,9 @@ class ElasticShardedStrategy(InThisWorld, trainer_strategies.ModelParallelStrate
         _optimizers_to_device(self.optimizers, self.root_device)
         state.bind(module=module, **trained_by(self))
 
+    def begin_epoch(self) -> None:
+        """FSDP2 adds up the gradients of layers that are unfrozen later, too."""
+
     def commit(self, state: ShardedState) -> None:
         state.commit()
         if state._holdings.recoverable:

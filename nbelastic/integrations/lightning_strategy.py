@@ -80,6 +80,10 @@ def run_closure_first(optimizer: Any) -> None:
     optimizer.step = MethodType(step_after, optimizer)  # a scheduler that is made later wraps a method
 
 
+def _trained(module: Any) -> list[bool]:
+    return [parameter.requires_grad for parameter in module.parameters()]
+
+
 class ElasticEnvironment(ClusterEnvironment):  # type: ignore[misc]  # mypy does not follow lightning
     """The present world. Before there is one, no process is rank 0: none of them writes files or prints for all."""
 
@@ -138,6 +142,7 @@ class ElasticStrategy(InThisWorld, trainer_strategies.DDPStrategy):  # type: ign
     """Of a Trainer. Its module is wrapped in DDP anew in each world; `weigh()` is the factor of this rank's loss."""
 
     weigh: Any = None
+    _trained: Any = None  # for each parameter, whether it was trained when DDP was made
 
     def setup_distributed(self) -> None:
         """The elastic loop makes the process group."""
@@ -154,7 +159,17 @@ class ElasticStrategy(InThisWorld, trainer_strategies.DDPStrategy):  # type: ign
     def enter(self, state: TorchState) -> None:  # noqa: ARG002
         """Wrap the module for the present world, of which this is a rank."""
         self.set_world_ranks()
+        self._wrap()
+
+    def begin_epoch(self) -> None:
+        """Wrap the module again if layers were unfrozen: DDP adds up the gradients of what is trained when it is made."""
+        if self._trained != _trained(self.lightning_module):
+            self._wrap()
+
+    def _wrap(self) -> None:
+        self.model = self.lightning_module
         super().configure_ddp()
+        self._trained = _trained(self.lightning_module)
 
     def commit(self, state: TorchState) -> None:
         state.commit()
