@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from nbelastic.errors import UsageError
+from nbelastic.integrations.lightning_callbacks import Averages, check_callbacks
 from nbelastic.integrations.lightning_data import SharedSource
 from nbelastic.integrations.lightning_position import USER_WORDS, Position, Sums
 from nbelastic.integrations.lightning_sharded import ElasticShardedFabricStrategy, ElasticShardedStrategy
@@ -51,6 +52,7 @@ def fit(trainer: Any, *args: Any, **kwargs: Any) -> None:
         )
     if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
         raise UsageError("an elastic fit() does not support overfit_batches and reload_dataloaders_every_n_epochs yet.")
+    check_callbacks(trainer)
     _use_world(trainer)
     frameworks().forget(trainer)  # `trainer.fit` sets it up before there is a world
     _ElasticFit(trainer).run(lambda: trainer.fit(*args, **kwargs))
@@ -119,9 +121,13 @@ class _ElasticFit:
         trainer = self._trainer
         self._source.dataloader()  # makes the sampler
         self._from_checkpoint = self._fit_loop._loaded_from_state_dict
-        self._state = trainer.strategy.make_state(sampler=self._source.sampler, position=self._position)
+        self._averages = Averages(trainer)
+        self._state = trainer.strategy.make_state(
+            sampler=self._source.sampler, position=self._position, **self._averages.values()
+        )
         self._state._contents.user_words = USER_WORDS
-        elastic(self._train)(self._state)
+        with self._averages.watched():
+            elastic(self._train)(self._state)
 
     def _train(self, state: TorchState | ShardedState) -> None:
         """The elastic function: run Lightning's loops in this world."""
@@ -146,6 +152,7 @@ class _ElasticFit:
                 self._run_loops()
             is_over = True
         finally:
+            self._averages.leave()
             if trainer.validating or trainer.sanity_checking:
                 self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
             trainer.strategy.leave(is_over=is_over)

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torchmetrics import Metric
 
+from nbelastic.integrations.lightning_callbacks import averaging
 from nbelastic.integrations.lightning_logged import logged, restore_logged
 from nbelastic.state.user_words import UserWords
 
@@ -41,6 +42,7 @@ class Position:
         return {
             "loops": loops,
             "callbacks": callbacks,
+            "averaged": [one._latest_update_epoch for one in averaging(self._trainer)],  # their own states lack it
             "places": self.places(),
             "validates": self.validates,
             "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
@@ -53,6 +55,8 @@ class Position:
         for one in self._trainer.callbacks:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(copy.deepcopy(state["callbacks"][one.state_key]))
+        for one, epoch in zip(averaging(self._trainer), state["averaged"], strict=True):
+            one._latest_update_epoch = epoch
         self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
         self.validates, self._trainer.should_stop = state["validates"], state["stops"]
         self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from typing import Any
@@ -133,6 +134,46 @@ def train(folder: str, *, accumulate: int) -> dict[str, Any]:
         "validation_loss": float(trainer.callback_metrics["validation_loss"]),
         "weights": weights(module),
     }
+
+
+def train_with_callbacks(folder: str, *, is_elastic: bool) -> dict[str, Any]:
+    """Train for 17 steps with callbacks that change the training. The last rank kills itself in two places."""
+    import lightning
+    from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, GradientAccumulationScheduler
+    from torch.utils.data import DataLoader
+
+    from nbelastic.integrations.lightning import fit
+    from tests.process.framework_programs import die_once
+
+    class Disturbance(lightning.Callback):
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            if is_elastic and trainer.global_step == 11:
+                die_once(folder, "in a validation")
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if is_elastic and trainer.global_step == 14:
+                die_once(folder, "in an epoch")
+
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            module.layers[0].requires_grad_(False)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            module.layers[0].requires_grad_(epoch > 0)
+
+    module = trainer_module()
+    averages, unfreezing = EMAWeightAveraging(decay=0.5), Unfreezing()
+    trainer = lightning.Trainer(
+        max_steps=17,
+        callbacks=[Disturbance(), GradientAccumulationScheduler({1: 2}), averages, unfreezing],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    start = functools.partial(fit, trainer) if is_elastic else trainer.fit
+    start(module, DataLoader(data(), BATCH), DataLoader(data(), VALIDATED))
+    return {"steps": trainer.global_step, "epochs": trainer.current_epoch, "weights": weights(module)}
 
 
 def train_with_fabric(folder: str) -> dict[str, Any]:

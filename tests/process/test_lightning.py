@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric train on through deaths and newcomers, to the weights of an undisturbed training."""
 
 import csv
+import functools
 from itertools import groupby
 
 import pytest
@@ -78,6 +79,22 @@ def test_fabric_trains_on(trains):
     results = disturb(training)
     check_is_as_undisturbed(training, results)
     assert "tensors are copied" not in training.job.logs()
+
+
+def test_what_callbacks_change_is_recovered(make, tmp_path):
+    """An average of the weights, layers that are unfrozen, and another accumulation per epoch end as in one process.
+
+    So do `max_steps`.
+    """
+    cluster = make("localhost:3", preload=["lightning"])
+    train = functools.partial(programs.train_with_callbacks, str(tmp_path))
+    cluster.wait(3, timeout=30)
+    found = cluster.run(train, is_elastic=True).result(timeout=60)
+    assert {"in a validation", "in an epoch"} <= {path.name for path in tmp_path.iterdir()}
+    alone = cluster.run(train, is_elastic=False).result(timeout=60)[0]
+    assert (alone["steps"], alone["epochs"]) == (17, 2)
+    for one in found:
+        assert one == {**alone, "weights": pytest.approx(alone["weights"], rel=0, abs=1e-12)}
 
 
 ONE_BATCH_PER_EPOCH = """

@@ -129,6 +129,37 @@ def test_metrics_return_to_the_commit_that_the_world_returns_to(integration, com
     assert module.sum.sum_value == expected
 
 
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder"])
+def test_a_callback_that_cannot_be_elastic_is_refused(integration, name):
+    """At once, and not in the epoch in which it begins."""
+    options = {"swa_lrs": 0.1} if name == "StochasticWeightAveraging" else {}
+    trainer = SimpleNamespace(callbacks=[getattr(integration.L.pytorch.callbacks, name)(**options)], strategy=None)
+    with pytest.raises(UsageError, match=f"^{name} "):
+        integration.check_callbacks(trainer)
+
+
+def test_a_loss_in_a_validation_leaves_the_weights_and_their_average_apart(integration):
+    """Lightning exchanges them while it validates; no commit notices it."""
+    callback = integration.L.pytorch.callbacks.WeightAveraging()
+    module = integration.L.LightningModule()
+    module.layer = torch.nn.Linear(1, 1)
+    callback.setup(None, module, "fit")
+    torch.nn.init.constant_(module.layer.weight, 2.0)
+    torch.nn.init.constant_(callback._average_model.module.layer.weight, 3.0)
+    averages = integration.Averages(SimpleNamespace(callbacks=[callback], lightning_module=module))
+    with averages.watched():
+        for _ in range(2):
+            callback.on_validation_epoch_start(None, module)
+            assert module.layer.weight == 3
+            averages.leave()
+            assert module.layer.weight == 2
+        callback.on_validation_epoch_start(None, module)
+        callback.on_validation_epoch_end(None, module)
+        averages.leave()
+        assert module.layer.weight == 2
+    assert averages.values() == {"average_0": callback._average_model}
+
+
 def test_a_scheduler_may_be_made_when_the_training_has_begun(run_closure_first):
     """As in `on_train_start`."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.tensor(3.0))], lr=0.1)
