@@ -40,7 +40,7 @@ MAX_UNKNOWN = 64  # that have not: any user of the machine can open them. For a 
 MAX_CONNECTIONS = 128  # other than those of pages that have sent the token. For a new one, the oldest is closed
 MAX_MESSAGE = 1 << 16  # bytes of a page's message
 MAX_ANSWERS = 64  # that a page has not read
-TOO_MANY = 1013  # the standard code for "try again later": the page does so
+TRY_AGAIN = 1013  # the standard code for "try again later": the page does so
 WRONG_TOKEN = 4001  # why a WebSocket is closed; the page shows it
 FILES = {
     "": ("page.html", "text/html"),
@@ -245,7 +245,7 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
     def open(self, *_: str, **__: str) -> None:
         self.set_nodelay(True)
         self._pages.add(self)
-        self._timer = asyncio.get_running_loop().call_later(TOKEN_TIMEOUT, self._refuse)
+        self._timer = asyncio.get_running_loop().call_later(TOKEN_TIMEOUT, self.close, TRY_AGAIN)
 
     def log_exception(self, *error: Any) -> None:
         if self._is_known:  # else any user of the machine could print at the terminal
@@ -268,7 +268,7 @@ class _Page(WebSocketHandler):  # type: ignore[misc]  # as above
             if self._timer is not None:
                 self._timer.cancel()
             if not self._pages.admit(self):
-                self.close(TOO_MANY)
+                self.close(TRY_AGAIN)
                 return
             self._is_known = True
             self._writer = asyncio.get_running_loop().create_task(self._write())

@@ -77,10 +77,16 @@ def only_numbers(values: Mapping[str, Any], left_out: set[str]) -> dict[str, flo
     numbers = {}
     for name, value in values.items():
         try:
-            numbers[name] = float(value)
+            if not isinstance(value, torch.Tensor) or value.numel() == 1:
+                numbers[name] = float(value)
+                continue
+            kind = f"a tensor of {value.numel()}"
+        except OverflowError:
+            kind = "one of this size"
         except (TypeError, ValueError):
-            if name not in left_out:
-                left_out.add(name)
-                text = f"report({name}=…) is left out: a report is a number, not {type(value).__name__}."
-                print(f"nbelastic: {text}", file=sys.stderr, flush=True)
+            kind = type(value).__name__
+        if name not in left_out:
+            left_out.add(name)
+            text = f"report({name}=…) is left out: a report is a number, not {kind}."
+            print(f"nbelastic: {text}", file=sys.stderr, flush=True)
     return numbers

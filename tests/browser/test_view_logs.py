@@ -70,6 +70,29 @@ def test_an_error_of_the_logs_disappears_with_the_next_answer(view):
     expect(tab).to_contain_text("0 lines of job-1")
 
 
+def test_the_number_of_lines_is_spoken_after_a_search_only(view):
+    """New lines come all the time: a screen reader would read the number aloud without an end."""
+    view.open(state(), {**ANSWERS, "logs": logs((0, "out", "one"), (1, "out", "two"))})
+    tab = panel(view, "Logs")
+    expect(tab).to_contain_text("2 lines of job-1")
+    spoken = view.page.evaluate_handle(
+        """() => {
+            const texts = [];
+            for (const node of document.querySelectorAll("[role=status]"))
+                new MutationObserver(() => texts.push(node.textContent)).observe(node, { childList: true, subtree: true, characterData: true });
+            return texts;
+        }"""
+    )
+    view.page.evaluate(
+        "answer => { model.answers.logs = answer }", logs((0, "out", "one"), (1, "out", "two"), (0, "out", "three"))
+    )
+    expect(tab).to_contain_text("3 lines of job-1")
+    assert not any(spoken.json_value())
+    tab.get_by_role("searchbox").fill("two")
+    expect(tab).to_contain_text("1 of 3 lines of job-1")
+    assert [text for text in spoken.json_value() if text] == ["1 of 3 lines of job-1"]
+
+
 def test_lines_have_times(view):
     """A button shows when each line has arrived; the day is in its tooltip. A line without an end has none."""
     view.open(

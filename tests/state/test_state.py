@@ -355,13 +355,16 @@ def test_reports_are_numbers(begun):
     assert state._session.reported == {"loss": 0.5, "step": 3.0}
 
 
-def test_a_value_that_is_not_a_number_is_left_out_of_a_report(begun, capsys):
-    """A value that is not a number does not end the job: one line per name reports it."""
+@pytest.mark.parametrize(
+    ("value", "kind"), [("warmup", "str"), (torch.ones(2), "a tensor of 2"), (10**400, "one of this size")]
+)
+def test_a_value_that_is_not_a_number_is_left_out_of_a_report(begun, capsys, value, kind):
+    """Such a value does not end the job: one line per name reports it."""
     state = begun(ObjectState())
     for _ in range(2):
-        state.report(phase="warmup", loss=0.5)
+        state.report(phase=value, loss=0.5)
     assert state._session.reported == {"loss": 0.5}
-    assert capsys.readouterr().err == "nbelastic: report(phase=…) is left out: a report is a number, not str.\n"
+    assert capsys.readouterr().err == f"nbelastic: report(phase=…) is left out: a report is a number, not {kind}.\n"
 
 
 def test_the_state_classes_are_public():

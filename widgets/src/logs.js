@@ -30,7 +30,8 @@ export class Logs {
     setAttribute(this.times, "aria-pressed", "false");
     this.save = button("Save", () => this.saveLines(), "nbe-small");
     this.save.title = "A file with all lines that this view has of these ranks, each with its time";
-    this.note = element("span", { class: "nbe-note", role: "status" });
+    this.note = element("span", { class: "nbe-note" }); // read aloud it would never end, as new lines come all the time
+    this.spoken = element("p", { class: "nbe-hidden", role: "status", "aria-label": "Lines found" });
     const bar = element(
       "div",
       { class: "nbe-bar" },
@@ -42,7 +43,7 @@ export class Logs {
       element("span", { class: "nbe-gap" }),
       this.note,
     );
-    this.node = element("div", {}, bar, this.lines.node);
+    this.node = element("div", {}, bar, this.spoken, this.lines.node);
     /** @type {Writer[]} all workers that have printed */
     this.writers = [];
     this.since = 0;
@@ -89,7 +90,10 @@ export class Logs {
     this.connection.ask({ ask: "logs", worker: this.worker.value || null, since: this.since }, (answer) => {
       if (round !== this.round) return this.poll();
       if (!this.isOpen) return;
-      if (answer.error !== undefined) return setText(this.note, answer.error);
+      if (answer.error !== undefined) {
+        setText(this.spoken, answer.error);
+        return setText(this.note, answer.error);
+      }
       if (answer.job !== this.job && this.since) {
         this.job = answer.job;
         return this.restart();
@@ -109,6 +113,7 @@ export class Logs {
       speakers ?? [],
     );
     this.drawNote();
+    setText(this.spoken, ""); // it was spoken
     this.since = next;
     this.lines.drawUnfinished(unfinished ?? [], speakers ?? []);
   }
@@ -127,6 +132,7 @@ export class Logs {
   filter() {
     this.lines.search(this.search.value);
     this.drawNote();
+    setText(this.spoken, this.search.value ? this.note.textContent : "");
   }
 
   drawNote() {
