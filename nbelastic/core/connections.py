@@ -13,6 +13,7 @@ from nbelastic.core import arrivals, halts, host_lifecycle, losses, provisioning
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host
+from nbelastic.core.persistent import without_key
 from nbelastic.core.reasons import Reason
 from nbelastic.core.state import ClusterState, Disconnected, HostPhase, Stage
 from nbelastic.protocol.cluster_limits import NEVER
@@ -58,8 +59,8 @@ def _reconnected(cluster: ClusterState, name: str, now: float, out: Commands) ->
         return cluster
     text = f"{name} can be reached again, after {now - known.since:.0f} s"
     out.append(cmd.Record("host-reconnected", text, host=name))
-    disconnected = {n: at for n, at in cluster.disconnected.items() if n != name}
-    cluster = with_host(replace(cluster, disconnected=disconnected), replace(cluster.hosts[name], reason=""))
+    cluster = replace(cluster, disconnected=without_key(cluster.disconnected, name))
+    cluster = with_host(cluster, replace(cluster.hosts[name], reason=""))
     return provisioning.provision(cluster, now, out)  # a worker may have died there meanwhile
 
 

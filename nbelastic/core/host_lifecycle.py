@@ -10,6 +10,7 @@ from nbelastic.core import backoff, provisioning
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host, with_slots, workers_on
+from nbelastic.core.persistent import without_key
 from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
 from nbelastic.core.state_holders import keeper
 from nbelastic.protocol.connection_events import EnvironmentReported
@@ -95,9 +96,7 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
 def note_removed(cluster: ClusterState, name: str) -> ClusterState:
     """A client or an agent wants the host removed. Of many removed ones, those that were removed long ago are forgotten."""
     names = cluster.removed_hosts | {name}
-    if (
-        len(names) > NAMES
-    ):  # a discovery that lists new hosts forgets those that it does not list; without one, nothing else would
+    if len(names) > NAMES:  # a discovery forgets those that it does not list; without one, nothing else would
         names &= {*cluster.hosts, *cluster.incarnations}
     return replace(cluster, removed_hosts=names)
 
@@ -184,13 +183,11 @@ def _slots(count: int) -> str:
 def _remove(cluster: ClusterState, name: str) -> ClusterState:
     """Remove the host. Should it come back, its workers get higher incarnations."""
     cluster = forget_end(_forget_agent(_stop_probing(cluster, name), name), name)
-    hosts = {n: host for n, host in cluster.hosts.items() if n != name}
-    removed = {n: number for n, number in cluster.incarnations.items() if n != name}
-    removed[name] = highest_incarnation(cluster, name)
+    removed = {**without_key(cluster.incarnations, name), name: highest_incarnation(cluster, name)}
     if len(removed) > NAMES:
         oldest = next(n for n in removed if n != FORGOTTEN)
         removed[FORGOTTEN] = max(removed.pop(oldest), removed.get(FORGOTTEN, 0))
-    return replace(cluster, hosts=hosts, incarnations=removed)
+    return replace(cluster, hosts=without_key(cluster.hosts, name), incarnations=removed)
 
 
 def highest_incarnation(cluster: ClusterState, name: str) -> int:
@@ -201,24 +198,22 @@ def highest_incarnation(cluster: ClusterState, name: str) -> int:
 def _stop_probing(cluster: ClusterState, name: str) -> ClusterState:
     if name not in cluster.probing:
         return cluster
-    return replace(cluster, probing={n: admission for n, admission in cluster.probing.items() if n != name})
+    return replace(cluster, probing=without_key(cluster.probing, name))
 
 
 def _forget_agent(cluster: ClusterState, name: str) -> ClusterState:
     """Forget its connection, and its node, which has ended with it."""
     if name not in cluster.disconnected and name not in cluster.ending_nodes:
         return cluster
-    disconnected = {n: known for n, known in cluster.disconnected.items() if n != name}
-    return replace(cluster, disconnected=disconnected, ending_nodes=without_node(cluster, name))
-
-
-def without_node(cluster: ClusterState, name: str) -> dict[str, float]:
-    """The hosts whose nodes end their workers, without this one."""
-    return {n: until for n, until in cluster.ending_nodes.items() if n != name}
+    return replace(
+        cluster,
+        disconnected=without_key(cluster.disconnected, name),
+        ending_nodes=without_key(cluster.ending_nodes, name),
+    )
 
 
 def forget_end(cluster: ClusterState, name: str) -> ClusterState:
     """The host has ended, or was added again."""
     if name not in cluster.ending:
         return cluster
-    return replace(cluster, ending={n: ending for n, ending in cluster.ending.items() if n != name})
+    return replace(cluster, ending=without_key(cluster.ending, name))

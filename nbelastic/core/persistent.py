@@ -170,5 +170,10 @@ class PersistentSet(_Shared[K, None], AbstractSet[K]):
         return f"{{{', '.join(map(repr, self))}}}"
 
 
+def without_key(items: Mapping[K, V], key: K) -> dict[K, V]:
+    """A copy of a small dict without this key, which may not be there."""
+    return {known: value for known, value in items.items() if known != key}
+
+
 EMPTY: Final[PersistentSet[Any]] = PersistentSet()
 NOTHING: Final[PersistentDict[Any, Any]] = PersistentDict()

@@ -12,6 +12,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import host_admission, host_lifecycle, jobs, script_rounds
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import without_key
 from nbelastic.core.reasons import Reason
 from nbelastic.core.script_group import Group, Node, Stage
 from nbelastic.core.state import ClusterState, ExternalNode, HostPhase
@@ -47,8 +48,7 @@ def node_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands
     if isinstance(event, sev.NodeLeft) and event.host in cluster.ending_nodes:
         cluster = _node_ended(cluster, event.host, out)
     if isinstance(event, sev.NodeLeft) and event.host in cluster.external_nodes:
-        others = {host: external for host, external in cluster.external_nodes.items() if host != event.host}
-        cluster = replace(cluster, external_nodes=others)
+        cluster = replace(cluster, external_nodes=without_key(cluster.external_nodes, event.host))
     return cluster
 
 
@@ -60,7 +60,7 @@ def count_nodes_as_ended(cluster: ClusterState, now: float, out: Commands) -> Cl
 
 
 def _node_ended(cluster: ClusterState, host: str, out: Commands) -> ClusterState:
-    cluster = replace(cluster, ending_nodes=host_lifecycle.without_node(cluster, host))
+    cluster = replace(cluster, ending_nodes=without_key(cluster.ending_nodes, host))
     return host_lifecycle.remove_if_empty(cluster, host, out)
 
 
@@ -164,7 +164,7 @@ def _advance(cluster: ClusterState, event: ev.Event, now: float, out: Commands) 
     for command in commands:
         match command:
             case scmd.StartNode(host=host) if host in cluster.ending_nodes:  # it was added again
-                cluster = replace(cluster, ending_nodes=host_lifecycle.without_node(cluster, host))
+                cluster = replace(cluster, ending_nodes=without_key(cluster.ending_nodes, host))
             case scmd.EndNode(host=host):
                 cluster = _clear_ready(cluster, (host,))
                 if host in cluster.hosts and host in before and before[host].has_workers:

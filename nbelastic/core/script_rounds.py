@@ -13,6 +13,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.backoff import backoff_seconds
 from nbelastic.core.commands import Commands
+from nbelastic.core.persistent import without_key
 from nbelastic.core.reasons import Missing, Reason, in_words
 from nbelastic.core.script_group import (
     Group,
@@ -176,7 +177,7 @@ def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *
     `broken`: no user wanted that.
     """
     node = group.nodes[host]
-    group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
+    group = replace(group, nodes=without_key(group.nodes, host))
     if node.external:
         out.append(cmd.Record("host-gone", why, host=host))
     if not group.assigns(host) or group.stage is not Stage.RUNNING:
