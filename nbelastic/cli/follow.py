@@ -14,6 +14,7 @@ from nbelastic.client.job import Job
 from nbelastic.errors import ClusterStoppedError
 from nbelastic.notebook.status_text import StatusView, headline
 from nbelastic.protocol.output_buffer import MOST, Line
+from nbelastic.system.argument_types import check_tail
 from nbelastic.system.terminal_text import remove_controls
 
 CHECK_INTERVAL = 1.0  # seconds between two checks if no change is reported
@@ -26,6 +27,7 @@ class Output:
 
     def __init__(self, rank: int | None = None, tail: int = TAIL, *, timestamps: bool = False) -> None:
         """`timestamps`: begin each line with its time, as `docker logs` and `kubectl logs` do."""
+        check_tail(tail)
         self._rank, self._tail, self._timestamps = rank, tail, timestamps
         self._job_name = ""
         self._has_begun = False  # the first lines of this job were printed, if there were any

@@ -20,6 +20,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.requests import PullState, StopJob
 from nbelastic.system import pickling
+from nbelastic.system.argument_types import check_tail
 
 
 class Job:
@@ -179,8 +180,9 @@ class Job:
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
 
-        A progress bar is shown in its newest state. A line without an end comes last.
+        A progress bar is shown in its newest state. A line without an end comes last. UsageError: an unknown rank.
         """
+        check_tail(tail)
         return "\n".join(self._lines(rank, worker, tail))
 
     def lines_since(self, number: int, worker: str | None = None, most: int = 1000) -> list[tuple[str, Line]]:
@@ -215,7 +217,8 @@ class Job:
         for w in sorted(output.lines):
             if is_single and str(w) != worker:
                 continue
-            for line in output.newest(w)[-tail:]:
+            lines = output.newest(w)
+            for line in lines[max(0, len(lines) - tail) :]:
                 yield line.text if is_single else f"{w} | {line.text}"
 
     def _repr_html_(self) -> str:

@@ -48,6 +48,13 @@ def check_time_left(name: str, seconds: float) -> None:
         raise UsageError(f"{name}={seconds:g}: give a number of seconds greater than 0.")
 
 
+def check_tail(tail: int) -> None:
+    """UsageError if it is not the number of newest lines to show, from 0 on."""
+    check_kind("tail", tail, WHOLE)
+    if tail < 0:
+        raise UsageError(f"tail={tail}: give the number of newest lines to show.")
+
+
 def seconds(text: str) -> float:
     """`90`, `90s`, `10m` or `2h` in seconds. ValueError for another text."""
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}

@@ -11,6 +11,7 @@ from datetime import datetime
 
 import pytest
 
+import nbelastic as nbe
 from nbelastic.cli.follow import Output
 from nbelastic.cli.main import main
 from nbelastic.driver.results import Outcome
@@ -118,6 +119,10 @@ def test_logs_are_in_order_of_arrival(start_hostless, run_command):
     assert run_command("logs")[0] == "rank 1 | one\nrank 0 | two\nrank 1 | six\nrank 0 | bar\n"
     assert run_command("logs --rank 1")[0] == "rank 1 | one\nrank 1 | six\n"
     assert run_command("logs --tail 1")[0] == "rank 1 | six\nrank 0 | bar\n", "an unfinished line comes last"
+    assert (run_command("logs --tail 0")[0], job.logs(tail=0)) == ("rank 0 | bar\n", "")
+    assert run_command("logs --tail -1")[1] == "nbelastic: tail=-1: give the number of newest lines to show.\n"
+    with pytest.raises(nbe.UsageError, match="tail=-1"):
+        job.logs(tail=-1)
 
 
 def test_logs_begin_with_times_if_asked(start_hostless, run_command):
