@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from nbelastic.protocol.code_messages import MAX_FILES, MAX_SIZE, Code, CodeFile
 
 PYTHON = (".py", ".pyi", ".so")
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
+LOADERS = (ExtensionFileLoader, EXTENSION_SUFFIXES), (SourceFileLoader, SOURCE_SUFFIXES)  # in Python's order
 NOT_OURS = {"__main__", "__mp_main__", "nbelastic", "torch", "ipykernel_launcher"}
 
 
@@ -97,6 +99,7 @@ class _Search:
         self._prefixes = tuple({Path(os.path.realpath(each)) for each in (sys.prefix, sys.base_prefix)})
         searched = (Path(os.path.realpath(each)) for each in sys.path if isinstance(each, str))
         self._folders = list(dict.fromkeys([*filter(self._is_ours, searched), *roots]))  # in Python's order
+        self._finders: dict[Path, FileFinder] = {}  # new ones: Python's own may not know a file of this moment yet
         self._names: set[str] = set(NOT_OURS)  # that were looked up
         self._new: list[Path] = []
         self.files: set[tuple[Path, Path]] = set()  # each with the folder from which it is imported
@@ -136,14 +139,16 @@ class _Search:
         if name in self._names or name in sys.stdlib_module_names:
             return
         self._names.add(name)
+        bare = []  # folders without `__init__.py`: a package only if no folder has a module of this name
         for folder in self._folders:
-            package, module = folder / name, folder / f"{name}.py"
-            if any(any(package.glob(each)) for each in ("__init__.py", "*.py", "*/__init__.py")):
+            spec = self._finders.setdefault(folder, FileFinder(str(folder), *LOADERS)).find_spec(name)
+            if spec is not None and spec.loader is not None and spec.origin is not None:
+                self._add(Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin))
+                return
+            bare += [folder / name] if spec is not None else []
+        for package in bare:
+            if any(any(package.glob(each)) for each in ("*.py", "*/*.py")):
                 self._add(package)
-                return
-            if module.is_file():
-                self._add(module)
-                return
 
     def _is_ours(self, path: Path) -> bool:
         """Whether this is inside the folders, and in no environment or hidden folder there."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,22 @@ def test_a_package_without_init_may_have_only_packages(folder):
         "nbespace/inner/__init__.py",
         "nbespace/inner/net.py",
     ]
+
+
+def test_a_name_means_what_it_means_to_python(folder, tmp_path, monkeypatch):
+    """A folder without `__init__.py` is a package only if no file in any folder has the name; such folders are one package."""
+    put(folder, {"nbedata.py": "", "nbedata/download.py": "", "nbetools/script.py": "", "nbefirm/team/net.py": ""})
+    put(tmp_path / "library", {"nbetools.py": "", "nbefirm/other.py": "", f"nbefast{EXTENSION_SUFFIXES[0]}": ""})
+    monkeypatch.syspath_prepend(tmp_path / "library")
+    monkeypatch.syspath_prepend(folder)
+    names = "nbedata", "nbetools", "nbefirm", "nbefast"
+    assert set(found(folder, *names, folders=(tmp_path / "library",))) == {
+        "nbedata.py",
+        "nbefirm/team/net.py",
+        f"../library/nbefast{EXTENSION_SUFFIXES[0]}",
+        "../library/nbefirm/other.py",
+        "../library/nbetools.py",
+    }
 
 
 def test_further_folders_have_to_be_named(folder, tmp_path, monkeypatch):
