@@ -189,17 +189,26 @@ class _Search:
             self._total += self.sizes[path]
             self._new.append(path)
 
-    def _files_in(self, folder: Path) -> Iterator[Path]:
+    def _files_in(self, folder: Path, around: tuple[Path, ...] = ()) -> Iterator[Path]:
+        """The files in a folder. `around`: the folders that lead to it, as they are without links."""
+        around = (*around, Path(os.path.realpath(folder)))
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         for entry in found:
             path = Path(entry.path)
             if entry.name.startswith(".") or entry.name in INSTALLED or not entry.name.isprintable():
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                if not self._excludes(path, is_folder=True):
-                    yield from self._files_in(path)
-            elif entry.is_file() and (not entry.is_symlink() or self._is_ours(Path(os.path.realpath(path)))):
+            is_link = entry.is_symlink()
+            target = Path(os.path.realpath(path)) if is_link else path
+            if is_link and not self._is_ours(target):
+                continue
+            if (
+                target.is_dir() if is_link else entry.is_dir()
+            ):  # not the entry's for a link: one that leads to itself fails
+                leads_back = any(target == each or target in each.parents for each in around)
+                if not leads_back and not any(self._excludes(each, is_folder=True) for each in {path, target}):
+                    yield from self._files_in(path, around)
+            elif target.is_file() if is_link else entry.is_file():
                 if not self._excludes(path, is_folder=False):
                     yield path
                 elif path.suffix == ".py":

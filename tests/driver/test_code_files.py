@@ -115,6 +115,22 @@ def test_a_package_without_init_may_have_only_packages(folder):
     ]
 
 
+def test_linked_folders(folder):
+    """A link to a folder within the folders is a folder as any, unless it leads back or `.gitignore` lists its target."""
+    put(folder, {".gitignore": "data/", "data/1.bin": "", "shared/part/net.py": "", "nbepack/__init__.py": ""})
+    for name, target in {
+        "part": "../shared/part",
+        "data": "../data",
+        "up": "..",
+        "loop": "loop",
+        "one": "two",
+        "two": "one",
+    }.items():
+        (folder / "nbepack" / name).symlink_to(target)
+    (folder / "shared" / "part" / "again").symlink_to("../../nbepack")
+    assert found(folder, "nbepack") == ["nbepack/__init__.py", "nbepack/part/net.py"]
+
+
 def test_a_name_means_what_it_means_to_python(folder, tmp_path, monkeypatch):
     """A folder without `__init__.py` is a package only if no file in any folder has the name; such folders are one package."""
     put(folder, {"nbedata.py": "", "nbedata/download.py": "", "nbetools/script.py": "", "nbefirm/team/net.py": ""})
