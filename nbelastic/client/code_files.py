@@ -85,7 +85,7 @@ class CodeFiles:
         known = _contents.get(path)
         if known is None or known.key != key:
             data = path.read_bytes()
-            imports = names_in_text(data.decode("utf-8", errors="replace")) if path.suffix == ".py" else set[str]()
+            imports = names_in_text(data.decode("utf-8-sig", errors="replace")) if path.suffix == ".py" else set[str]()
             known = _Read(key, sha256(data).hexdigest(), imports)
             if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > SETTLED:
                 _contents[path] = known

@@ -93,6 +93,6 @@ def _key(file: Path) -> Key:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text("utf-8", errors="replace").splitlines()
+        return file.read_text("utf-8-sig", errors="replace").splitlines()
     except OSError:
         return []

@@ -12,14 +12,15 @@ from typing import Any
 MOST_OBJECTS = 10_000  # that are searched for imports
 # Text in a string can look like an import. Then a module of the user's own may be sent that no code needs.
 _IMPORT = re.compile(
-    r"(?:^|[;:])[^\S\n]*(?:from[^\S\n]+([\w.]+)[^\S\n]+import\b|import[^\S\n]+([^;:\n]+))", re.MULTILINE
+    r"(?:^|[;:])[^\S\n]*(?:from[^\S\n]+([\w.]+)[^\S\n]+import\b|import[^\S\n]+([^;:#\n]+))", re.MULTILINE
 )
+_CONTINUED = re.compile(r"\\\r?\n")
 
 
 def names_in_text(text: str) -> set[str]:
     """The first parts of the names of modules that this Python code, or cell, may import."""
     found = set[str]()
-    for single, several in _IMPORT.findall(text):
+    for single, several in _IMPORT.findall(_CONTINUED.sub(" ", text)):
         for name in [single] if single else several.split(","):
             first = name.strip().partition(" ")[0].partition(".")[0]
             if first.isidentifier():

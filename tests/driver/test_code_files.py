@@ -312,11 +312,22 @@ except ImportError: pass
 # import not_this
 from . import not_that
 import_not = "important"
+import eight  # import not_this either
+import nine#noqa
+import ten, \\
+    eleven
 """
 
 
 def test_names_in_a_text():
-    assert names_in_text(TEXT) == {"one", "two", "four", "six", "seven"}
+    assert names_in_text(TEXT) == {"one", "two", "four", "six", "seven", "eight", "nine", "ten", "eleven"}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(folder):
+    """Editors of Windows write one at the beginning of Python files and of `.gitignore`."""
+    put(folder, {".gitignore": "\ufeffnbesecret.py", "nbeown.py": "\ufeffimport nbehelper, nbesecret"})
+    put(folder, {"nbehelper.py": "", "nbesecret.py": ""})
+    assert found(folder, "nbeown") == ["nbehelper.py", "nbeown.py"]
 
 
 def test_names_in_a_function():
