@@ -11,9 +11,15 @@ from typing import Any, TypedDict
 from nbelastic.protocol import agent_messages
 from nbelastic.protocol.requests import SubmitScript
 from nbelastic.protocol.script_events import Terms
-from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings, check
+from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings, check, check_environment
+from nbelastic.system.argument_types import SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
 
 _STREAMS = re.compile(r"[0123]|(\d+:[0123],)*\d+:[0123]")  # as torchrun accepts them: 3, or 0:1,1:2
+_KINDS = {
+    "max_restarts": WHOLE,
+    **dict.fromkeys(("monitor_interval", "exit_barrier_timeout", "shutdown_timeout"), SECONDS),
+    "role": TEXT,
+}
 
 
 class ScriptOptions(TypedDict, total=False):
@@ -41,12 +47,19 @@ def script_request(
 ) -> SubmitScript:
     """Return the request that submits a script; the driver adds the job's name. UsageError, in one line, for wrong options."""
     given: dict[str, Any] = dict(options)
+    for name in _KINDS.keys() & given.keys():
+        check_kind(name, given[name], _KINDS[name])
+    for name, kind in (("nproc", WHOLE), ("env", TABLE)):
+        check_optional(name, given.get(name), kind)
     environment = {name: str(value) for name, value in (given.pop("env", None) or {}).items()}
     nproc, restarts = given.pop("nproc", None), given.get("max_restarts", 0)
     check(not (given.get("module") and given.get("no_python")), "module and no_python exclude each other.")
     check(restarts >= 0, f"max_restarts={restarts}: at least 0.")
     check(nproc is None or nproc >= 1, f"nproc={nproc}: at least 1.")
     check(given.get("monitor_interval", 1) > 0, "monitor_interval: more than 0 seconds.")
+    for name in ("exit_barrier_timeout", "shutdown_timeout"):
+        check(given.get(name, 0) >= 0, f"{name}={given.get(name)}: at least 0 seconds.")
+    check_environment(environment)
     for name in ("redirects", "tee"):
         text = given[name] = str(given.get(name, "0"))
         check(_STREAMS.fullmatch(text) is not None, f"{name}={text!r}: as for torchrun, 0 to 3 or 0:1,1:2.")

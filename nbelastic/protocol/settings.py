@@ -128,6 +128,7 @@ class Settings(msgspec.Struct, frozen=True):
         check(port is None or 0 < port < 1 << 16, f"metrics_port={port}: 1 to 65535.")
         check(limits.reset_limit is None or limits.reset_limit >= 0, f"reset_limit={limits.reset_limit}: at least 0.")
         check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
+        check_environment(self.environment)
         for name, value in NCCL_ENVIRONMENT.items():
             own = self.environment.get(name, value)
             check(own == value, f"env: {name}={own}: nbelastic needs {value}, to abort collectives: leave it out.")
@@ -159,6 +160,13 @@ def check(is_right: bool, problem: str) -> None:
     """UsageError with this text unless the condition is true."""
     if not is_right:
         raise UsageError(problem)
+
+
+def check_environment(variables: Mapping[str, str]) -> None:
+    """UsageError for a variable that no process can have."""
+    for name, value in variables.items():
+        is_right = isinstance(name, str) and name and "=" not in name and "\0" not in name + value
+        check(bool(is_right), f"env: {name!r} cannot be a variable: a name without =, and no zero bytes.")
 
 
 def check_bounds(low: int, high: int | None) -> None:
