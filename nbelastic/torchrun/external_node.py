@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -192,6 +193,8 @@ class ExternalRendezvous(DriverRendezvous):
 
     def _wrap_signal_handlers(self) -> None:
         """Send NodeLeft before torch ends the workers for a signal, or the driver takes their end for a failure."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may set handlers: torch's agent sets none here either
         for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(","):
             number = getattr(signal, name.strip(), signal.SIGTERM)
             torch_handler = signal.getsignal(number)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 from nbelastic.protocol import agent_messages
 from nbelastic.protocol import script_events as sev
 from nbelastic.torchrun import output
 from nbelastic.torchrun.elastic_agent import ElasticAgent
+from nbelastic.torchrun.external_node import ExternalRendezvous
 from nbelastic.torchrun.node import Node
 from nbelastic.transport.client import Client
 
@@ -40,3 +43,11 @@ def test_the_last_output_is_sent_once(tmp_path, monkeypatch):
     *outputs, left = [message for message in sent if not isinstance(message, sev.NodeReady)]
     assert [message.text for message in outputs] == ["the end\n"]
     assert left == sev.NodeLeft("a", "it has ended")
+
+
+def test_torchs_agent_may_run_in_a_thread(monkeypatch):
+    """`elastic_launch` in a notebook's thread: only the main thread may set signal handlers, so none is set there."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")
+    node = SimpleNamespace(_leave=None)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(ExternalRendezvous._wrap_signal_handlers, node).result(10)
