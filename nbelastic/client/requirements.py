@@ -17,9 +17,9 @@ from nbelastic.protocol.settings import check
 LARGEST = 256 << 10  # characters of all lines together
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _ANOTHER_FILE = re.compile(r"(?:-r|--requirement)(?:\s+|=|(?<=-r))\s*(.+)")
-_CONSTRAINTS = re.compile(r"(-c|--constraint)\b")
-_EDITABLE = re.compile(r"(-e|--editable)\b")
-_PATH_OPTION = re.compile(r"(?:-f|--find-links|-i|--index-url|--extra-index-url)(?:\s+|=)\s*(\S+)")
+_CONSTRAINTS = re.compile(r"-c|--constraint\b")
+_EDITABLE = re.compile(r"-e|--editable\b")
+_PATH_OPTION = re.compile(r"(?:(?:-f|-i)[\s=]*|(?:--find-links|--index-url|--extra-index-url)(?:\s+|=)\s*)(\S+)")
 _ARCHIVES = (".whl", ".tar.gz", ".zip")
 
 
@@ -91,4 +91,4 @@ def _relative_path(line: str) -> str:
     target = target.split()[0].strip("'\"").removeprefix("file:")
     if target.startswith(("/", "$")) or "://" in target:
         return ""
-    return target if "/" in target or target.startswith((".", "~")) or target.endswith(_ARCHIVES) else ""
+    return target if option or "/" in target or target.startswith((".", "~")) or target.endswith(_ARCHIVES) else ""
