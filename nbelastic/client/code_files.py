@@ -202,13 +202,12 @@ class _Search:
             target = Path(os.path.realpath(path)) if is_link else path
             if is_link and not self._is_ours(target):
                 continue
-            if (
-                target.is_dir() if is_link else entry.is_dir()
-            ):  # not the entry's for a link: one that leads to itself fails
+            real = target if is_link else entry  # of a link that leads to itself, the entry's questions would fail
+            if real.is_dir():
                 leads_back = any(target == each or target in each.parents for each in around)
                 if not leads_back and not any(self._excludes(each, is_folder=True) for each in {path, target}):
                     yield from self._files_in(path, around)
-            elif target.is_file() if is_link else entry.is_file():
+            elif real.is_file():
                 if not self._excludes(path, is_folder=False):
                     yield path
                 elif path.suffix == ".py":
