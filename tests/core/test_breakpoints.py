@@ -36,6 +36,13 @@ def test_a_breakpoint_is_no_stall():
     assert {*map(str, story.cluster.members)} == {"a/0#1", "b/0#1", "c/0#1"}
 
 
+def test_a_breakpoint_whose_place_is_not_known_counts():
+    """Such as one in code that has no file."""
+    story = with_stage(Stage.RUNNING)
+    story.send(BreakpointReached(W, 1, "", "(Pdb) "))
+    assert story.cluster.workers[W].breakpoint_at == "the program"
+
+
 @pytest.mark.parametrize("stage", [Stage.LEAVING, Stage.HALTED])
 def test_others_that_wait_for_it_replace_no_member(stage):
     """They have come to an agreed commit; the deadline of that begins again until the program goes on."""

@@ -194,6 +194,14 @@ def test_another_host_takes_the_place_of_one_that_ends():
     assert "b.3 with 2 slots in place of b.2, by a test" in story.records("host-added")
 
 
+def test_a_host_in_place_of_another_is_older_than_one_that_is_added_later():
+    """So its workers have lower ranks, whatever the names."""
+    story = healthy("m:1", "n:1")
+    story.remove("n", within=300.0, replaced=True).add("a:1")
+    story.quiet(5.0).commit(3).quiet(5.0).commit(3).quiet(2.0)
+    assert [w.host for w in story.cluster.members] == ["m", "n.2", "a"]
+
+
 @pytest.mark.parametrize("hosts", [("a:1",), ("a:1", "b:1")])
 def test_a_host_trains_on_until_its_successor_is_up(hosts):
     """It leaves some time before its end at the latest. If it is the only one, it stays for the state even then."""
