@@ -128,9 +128,8 @@ class AnyScript(RuleBasedStateMachine):
         assume(old)
         before, said = play.group, len(play.said)
         event = data.draw(st.sampled_from(old))
-        waits = (
-            isinstance(event, sev.NodeReady) and event.host not in play.inside
-        )  # says so again, and may begin a round now
+        # It says so again. Asked before the event, which may begin a round.
+        waits = isinstance(event, sev.NodeReady) and event.host not in play.inside
         play.send(event)
         if getattr(event, "round", before.round) < before.round and not waits:
             assert (play.group, play.said[said:]) == (before, []), "a word of an old round changes something"
