@@ -1,6 +1,7 @@
 """`pytest --jitter SEED`: event loops stall at random, and agents and workers start late.
 
-A stall lasts up to 0.1 s; agents start up to 5 s late and workers up to 2.5 s, in every process that a test starts.
+A stall lasts up to 0.1 s; agents start up to 5 s late and workers up to 2.5 s, in every process that a test starts. In
+the tests' own process the threads of links stall as well.
 Each process draws its delays from the seed. The product knows nothing of it: Python imports `startup/sitecustomize.py`
 as it starts.
 """
@@ -28,7 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         startup.on_path()
         sys.path.insert(0, startup.FOLDER)
         sys.modules.pop("sitecustomize", None)
-        importlib.import_module("sitecustomize")
+    if seed:
+        importlib.import_module("sitecustomize").stall_links()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

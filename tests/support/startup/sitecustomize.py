@@ -45,6 +45,13 @@ def late(longest: float) -> None:
     time.sleep(_random.uniform(0.0, longest))
 
 
+def stall_links() -> None:
+    """From now on the threads of this process that serve a link stall too; they look at their sockets by ZeroMQ's poller."""
+    import zmq
+
+    zmq.Poller.poll = _stalling(zmq.Poller.poll)
+
+
 def _stalling(select):
     def stalls(self, timeout=None):
         if _random.random() < OFTEN:
