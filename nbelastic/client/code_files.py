@@ -98,8 +98,8 @@ class _Search:
         self._ignores = {root: ignores_of(root) for root in roots}
         self._prefixes = tuple({Path(os.path.realpath(each)) for each in (sys.prefix, sys.base_prefix)})
         searched = (Path(os.path.realpath(each)) for each in sys.path if isinstance(each, str))
-        self._folders = list(dict.fromkeys([*filter(self._is_ours, searched), *roots]))  # in Python's order
-        self._finders: dict[Path, FileFinder] = {}  # new ones: Python's own may not know a file of this moment yet
+        # in Python's order; new finders, as Python's own may not know a file of this moment yet
+        self._finders = {folder: _finder(folder) for folder in [*filter(self._is_ours, searched), *roots]}
         self._names: set[str] = set(NOT_OURS)  # that were looked up
         self._new: list[Path] = []
         self.files: set[tuple[Path, Path]] = set()  # each with the folder from which it is imported
@@ -112,7 +112,7 @@ class _Search:
         return len(self.sizes) > MAX_FILES or self._total > MAX_SIZE
 
     def order(self, folder: Path) -> int:
-        return self._folders.index(folder)
+        return list(self._finders).index(folder)
 
     def take_new(self) -> list[Path]:
         """The files that were found since the last call."""
@@ -140,8 +140,8 @@ class _Search:
             return
         self._names.add(name)
         bare = []  # folders without `__init__.py`: a package only if no folder has a module of this name
-        for folder in self._folders:
-            spec = self._finders.setdefault(folder, FileFinder(str(folder), *LOADERS)).find_spec(name)
+        for folder, finder in self._finders.items():
+            spec = finder.find_spec(name)
             if spec is not None and spec.loader is not None and spec.origin is not None:
                 self._add(Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin))
                 return
@@ -172,8 +172,8 @@ class _Search:
         if self._excludes(path, is_folder=is_folder):
             self.ignored.append(path)
             return
-        if folder not in self._folders:
-            self._folders.append(folder)
+        if folder not in self._finders:
+            self._finders[folder] = _finder(folder)
         if not is_folder:
             self._add_file(folder, path)
             return
@@ -226,3 +226,7 @@ def _places(module: ModuleType) -> list[str]:
         paths = []
     file = getattr(module, "__file__", None)
     return paths or ([file] if isinstance(file, str) else [])
+
+
+def _finder(folder: Path) -> FileFinder:
+    return FileFinder(str(folder), *LOADERS)

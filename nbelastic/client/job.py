@@ -180,7 +180,8 @@ class Job:
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
 
-        A progress bar is shown in its newest state. A line without an end comes last. UsageError: an unknown rank.
+        A progress bar is shown in its newest state. A line without an end comes last. UsageError: an unknown rank, or a
+        `tail` that is no whole number or negative.
         """
         check_tail(tail)
         return "\n".join(self._lines(rank, worker, tail))

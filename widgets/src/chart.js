@@ -2,7 +2,7 @@
 /** @import { WorldChange } from "./report_table.js" */
 import uPlot from "uplot";
 import { button, element, setAttribute, setText } from "./dom.js";
-import { dateAndTime, number, reported, timeOfDay } from "./format.js";
+import { dateAndTime, HUGE, number, reported, timeOfDay } from "./format.js";
 import { ACROSS, isShortcut, movedBy, PAGES } from "./keys.js";
 import { isNumber, isRate } from "./report_table.js";
 
@@ -265,7 +265,7 @@ const shownRange = (/** @type {ChartContent} */ { x, zoom }) => zoom ?? [x[0], x
 
 /** `12.5K`, or `1e17` where there is no letter. */
 const compact = (/** @type {number} */ x) =>
-  Math.abs(x) < 10_000 || Math.abs(x) >= 1e15 ? number(x).replace("e+", "e") : COMPACT.format(x);
+  Math.abs(x) < 10_000 || Math.abs(x) >= HUGE ? number(x).replace("e+", "e") : COMPACT.format(x);
 
 /** `step 150`, or a date and time. */
 const xText = (/** @type {number} */ value, /** @type {boolean} */ byTime, /** @type {string} */ unit) =>

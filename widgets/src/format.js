@@ -5,7 +5,7 @@ export const plural = (/** @type {number} */ n, /** @type {string} */ word) => `
 
 const GROUPED = new Intl.NumberFormat("en");
 
-const HUGE = 1e15; // all digits of a number as large as this, as of a loss that diverges, would fill the view
+export const HUGE = 1e15; // all digits of a number as large as this, as of a loss that diverges, would fill the view
 
 const rounded = (/** @type {number} */ n, /** @type {number} */ digits) => {
   const short = Number(n.toPrecision(digits));
