@@ -181,7 +181,7 @@ class Job:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
 
         A progress bar is shown in its newest state. A line without an end comes last. UsageError: an unknown rank, or a
-        `tail` that is no whole number or negative.
+        `tail` that is negative or not a whole number.
         """
         check_tail(tail)
         return "\n".join(self._lines(rank, worker, tail))

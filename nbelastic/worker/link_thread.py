@@ -250,8 +250,7 @@ class LinkThread:
             actions = self._post(self._protocol.tick(now, state))
         self._carry_out(actions)
         delay = self._abort(now)
-        formation = self._protocol.formation
-        if formation is None or formation.world_size == 1 or self._groups.uses_gpu:
+        if self._groups.uses_gpu or not self._protocol.is_timing_steps:
             return delay
         self._protocol.telemetry.own = self._step_times.take  # each program has a Telemetry of its own
         self._step_times.sample()

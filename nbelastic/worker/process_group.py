@@ -30,11 +30,9 @@ from nbelastic.worker.socket_filter import admit_all, admit_only
 from nbelastic.worker.sockets import (
     Connections,
     Endpoint,
-    count_connected,
     endpoint,
     listeners,
     open_sockets,
-    peers,
 )
 
 POLL = 0.02  # seconds between two checks while a group forms
@@ -126,7 +124,9 @@ class Group:
         self._prepared = prepared
         self._default = self._complete()
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects at the first use
-            self._was_whole = self._count_pairs() >= formation.world_size - 1
+            # a rank that died just after it connected does not count
+            count = self.connections.count(self._default, self._listeners) if self.connections is not None else 0
+            self._was_whole = count >= formation.world_size - 1
 
     def form(
         self,
@@ -185,7 +185,7 @@ class Group:
     def _make_first(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
         """Exchange the endpoints of all members' listeners before any member connects: they identify the connections."""
         assert self.connections is not None
-        self._gloo, self._listener, (address, port) = _new_device()
+        self._gloo, self._listener, (address, port) = _new_device(self.connections.before)
         self.connections.listeners |= {(address, port)}
         store.set(f"listener/{rank}", f"{address} {port}")
         texts = store.multi_get([f"listener/{other}" for other in range(size)])
@@ -205,16 +205,12 @@ class Group:
         if connections is None:  # this group was abandoned
             return {}
         now = connections.now()
-        self.peers = peers(now.values())
+        self.peers = connections.peers(now)
         if self._offer is not None:
             self._offer.admit_only(self.peers)
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects at the first use
             admit_only(self._listener, ())
         return now
-
-    def _count_pairs(self) -> int:
-        """How many ranks this one is connected to by gloo. A rank that died just after it connected does not count."""
-        return count_connected((self._default or {}).values(), self._listeners)
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """Connect to rank 0's store. Rank 0 connects too: the server's own client must outlive an abort of this group."""
@@ -351,15 +347,19 @@ def _forget_groups() -> None:
     world.group_count = 0
 
 
-def _new_device() -> tuple[Any, int, Endpoint]:
-    """A gloo device on this process's interface, its listener's descriptor and endpoint. RuntimeError if it is not found."""
+def _new_device(before: Collection[str]) -> tuple[Any, int, Endpoint]:
+    """A gloo device on this process's interface, its listener's descriptor and endpoint. RuntimeError if it is not found.
+
+    `before`: the sockets that were open when this generation began.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for _ in range(DEVICE_ATTEMPTS):
-        before = open_sockets()
         device = GLOO.create_device(interface=interface) if interface else GLOO.create_default_device()
-        new = listeners(fd for inode, fd in open_sockets().items() if inode not in before)
+        now = open_sockets()
+        new = listeners(fd for inode, fd in now.items() if inode not in before)
         if len(new) == 1:  # else another thread has opened a listener meanwhile
             return device, *new.popitem()
+        before = now
     raise RuntimeError(
         f"gloo's listener was not found, {DEVICE_ATTEMPTS} times: unset GLOO_DEVICE_TRANSPORT, "
         "or open no listeners in threads while the world changes."

@@ -128,6 +128,14 @@ class Protocol:
         """Whether this worker has promised not to pass a commit."""
         return self.pause_at is not None or self.leave_at is not None
 
+    @property
+    def is_timing_steps(self) -> bool:
+        """Whether other ranks may wait for this one's steps. While a world forms or ends, the workers need the processors."""
+        formation = self.formation
+        if formation is None or formation.world_size == 1 or self.commits == 0:
+            return False
+        return not self.is_over(formation.generation)
+
     def is_over(self, generation: int) -> bool:
         """Whether no worker may be in this generation any more."""
         return generation <= self._aborted or generation in self._dropped or self.quit is not None

@@ -20,15 +20,33 @@ class Connections:
 
     def __init__(self) -> None:
         self._ended: dict[str, socket.socket] = {}  # by inode, what keeps the connection open
-        self._found: set[str] = set()  # the inodes of those that were connected: they stay what they are
-        self._before = open_sockets()
+        # By inode, both ends of those that were connected: they stay what they are. Of a listener, its own.
+        self._ends: dict[str, tuple[Endpoint, ...]] = {}
+        self.before = open_sockets()
         self.listeners: frozenset[Endpoint] = frozenset()  # of all members, and the store's
 
     def now(self) -> dict[str, int]:
         """The open ones: `socket:[inode]` -> file descriptor. In any thread."""
-        new = {inode: fd for inode, fd in open_sockets().items() if inode not in self._before}
-        self._found.update(inode for inode, fd in new.items() if inode not in self._found and self._is_one(fd, inode))
-        return {inode: fd for inode, fd in new.items() if inode in self._found}
+        new = {inode: fd for inode, fd in open_sockets().items() if inode not in self.before}
+        for inode, fd in new.items():
+            if inode not in self._ends:
+                # With their addresses: a listener at another one, such as NCCL's or the user's, may have the same port.
+                ends = ends_of(fd, inode)
+                if not self.listeners.isdisjoint(ends):
+                    self._ends[inode] = ends
+        return {inode: fd for inode, fd in new.items() if inode in self._ends}
+
+    def peers(self, inodes: Iterable[str]) -> frozenset[str]:
+        """The addresses at both ends of these connections: peers on this machine may use any of its addresses."""
+        return frozenset(address for ends in self._connected(inodes) for address, _ in ends)
+
+    def count(self, inodes: Iterable[str], to: Collection[Endpoint]) -> int:
+        """How many of these connections have one end at an endpoint in `to`."""
+        return sum(any(end in to for end in ends) for ends in self._connected(inodes))
+
+    def _connected(self, inodes: Iterable[str]) -> Iterator[tuple[Endpoint, ...]]:
+        """Both ends of each, but of listeners, and of those that had lost the other end when they were found."""
+        return (self._ends[inode] for inode in inodes if len(self._ends[inode]) > 1)
 
     def end(self, sockets: dict[str, int]) -> None:
         """Let each operation on these raise: gloo reads the end of the data, and closes its descriptor. In any thread.
@@ -56,17 +74,6 @@ class Connections:
     def __del__(self) -> None:
         for connection in self._ended.values():
             connection.close()
-
-    def _is_one(self, fd: int, inode: str) -> bool:
-        with borrowed(fd, inode) as ours:
-            if ours is None:
-                return False
-            with contextlib.suppress(OSError):  # not connected any more, or not yet
-                # With their addresses: a listener at another one, such as NCCL's or the user's, may have the same port.
-                return (
-                    endpoint(*ours.getsockname()) in self.listeners or endpoint(*ours.getpeername()) in self.listeners
-                )
-        return False
 
 
 def open_sockets() -> dict[str, int]:
@@ -96,24 +103,14 @@ def listeners(descriptors: Iterable[int]) -> dict[int, Endpoint]:
     return found
 
 
-def count_connected(descriptors: Iterable[int], to: Collection[Endpoint]) -> int:
-    """How many of these sockets are connected, with one end at an endpoint in `to`."""
-    count = 0
-    for fd in descriptors:
-        with borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or the other end is gone
-            if ours is not None:
-                count += any(endpoint(*end) in to for end in (ours.getpeername(), ours.getsockname()))
-    return count
-
-
-def peers(descriptors: Iterable[int]) -> frozenset[str]:
-    """The addresses at both ends of each connection: peers on this machine may use any of its addresses."""
-    found: set[str] = set()
-    for fd in descriptors:
-        with borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or not connected any more
-            if ours is not None:
-                found.update(endpoint(*end)[0] for end in (ours.getpeername(), ours.getsockname()))
-    return frozenset(found)
+def ends_of(fd: int, inode: str = "") -> tuple[Endpoint, ...]:
+    """The endpoints of a network socket: its own, and that of the other end if it is connected. None: as in `borrowed`."""
+    ends = []
+    with borrowed(fd, inode) as ours, contextlib.suppress(OSError):  # not connected any more, or not yet
+        if ours is not None:
+            ends.append(endpoint(*ours.getsockname()))
+            ends.append(endpoint(*ours.getpeername()))
+    return tuple(ends)
 
 
 def end_reading(fd: int, inode: str) -> socket.socket | None:

@@ -17,7 +17,7 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.groups import Groups
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import Group, Offer
-from nbelastic.worker.sockets import Connections, borrowed, count_connected, end_reading, listeners, open_sockets
+from nbelastic.worker.sockets import Connections, borrowed, end_reading, listeners, open_sockets
 from tests.support.waiting import until
 from tests.worker.forming import form, formation
 
@@ -212,7 +212,8 @@ def test_a_member_that_dies_as_soon_as_it_has_connected_is_missed(monkeypatch):
         if group._default is not None:  # this is a later group of this member
             return complete(group)
         both_connected.wait(20)
-        pairs = {i: fd for i, fd in group.connections.now().items() if count_connected([fd], group._listeners)}
+        connections = group.connections
+        pairs = {i: fd for i, fd in connections.now().items() if connections.count([i], group._listeners)}
         for inode, fd in pairs.items():  # the other member's thread may have ended it already
             with end_reading(fd, inode) or contextlib.nullcontext():
                 pass
@@ -277,11 +278,11 @@ def test_a_listener_of_another_thread_is_not_taken_for_gloos(monkeypatch):
 
     monkeypatch.setattr(process_group, "listeners", beside)
     most = 3
-    _, _, (_, port) = process_group._new_device()
+    _, _, (_, port) = process_group._new_device(open_sockets())
     assert len(theirs) == 3
     assert port not in [one.getsockname()[1] for one in theirs]
     most = 100
     with pytest.raises(RuntimeError, match="gloo's listener was not found, 20 times: unset GLOO_DEVICE_TRANSPORT"):
-        process_group._new_device()
+        process_group._new_device(open_sockets())
     for one in theirs:
         one.close()

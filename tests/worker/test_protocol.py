@@ -51,6 +51,18 @@ def test_a_halt_binds_until_the_driver_lets_the_worker_train_on(worker):
     assert not worker.stands_still
 
 
+def test_steps_are_timed_between_a_worlds_first_commit_and_its_end(worker):
+    """Many workers that form a world on few processors need them. A rank alone waits for no other."""
+    assert worker.is_timing_steps
+    worker.commits = 0
+    assert not worker.is_timing_steps
+    commit(worker)
+    worker.receive(worker_messages.Abort(GENERATION, "a rank was lost"))
+    assert not worker.is_timing_steps
+    worker.leave()
+    assert not worker.is_timing_steps
+
+
 def test_a_question_about_another_generation_is_not_answered(worker):
     """That generation was left, or has not begun."""
     assert not sent(worker.receive(worker_messages.Leave(GENERATION - 1)))
