@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from typing import TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import POLL, Group, Offer
 from nbelastic.worker.sockets import Connections
-from nbelastic.worker.threads import run_in_thread
+from nbelastic.worker.threads import result_of, run_in_thread
 
 T = TypeVar("T")
 
@@ -63,11 +62,13 @@ class Groups:
         only to memory that is not used afterwards.
         """
         assert self.present is not None
-        running, is_overdue = run_in_thread(task), self._abort_timer(self.present.generation)
-        while not wait((running,), POLL).done:
+        is_overdue = self._abort_timer(self.present.generation)
+
+        def check() -> None:
             if is_overdue():
                 raise WorldAborted
-        return running.result()
+
+        return result_of(run_in_thread(task), check, POLL)
 
     def _abort_timer(self, generation: int) -> Callable[[], bool]:
         """A function that returns whether this generation was aborted too long ago."""

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -27,13 +27,8 @@ from nbelastic.system.addresses import bracketed, split_endpoint
 from nbelastic.worker.accelerator import Accelerator, Communicators, Factory
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.socket_filter import admit_all, admit_only
-from nbelastic.worker.sockets import (
-    Connections,
-    Endpoint,
-    endpoint,
-    listeners,
-    open_sockets,
-)
+from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets
+from nbelastic.worker.threads import result_of
 
 POLL = 0.02  # seconds between two checks while a group forms
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate for long, and an abort does not wait for this
@@ -141,12 +136,13 @@ class Group:
         connection yet to end, so an abort cannot wake it. NCCL too may wait for seconds. So both wait in the thread
         of `start`, which can be abandoned at no other cost.
         """
+
+        @_as_runtime_error()
+        def build() -> None:
+            self.prepare(formation, offer)
+
         if self._prepared is None:
-            building = start(lambda: self.prepare(formation, offer))
-            while not wait((building,), POLL).done:
-                check()
-            with _as_runtime_error():
-                building.result()
+            result_of(start(build), check, POLL)
         with _as_runtime_error():
             self._init(formation)
             if self._communicators is not None:  # they have opened more
