@@ -49,7 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _silence_output() -> None:
     """Write nothing more, else Python tries it at its end and prints an error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:  # it was closed before the start
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _list(_: Namespace) -> None:

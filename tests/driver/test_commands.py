@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -265,3 +266,15 @@ def test_an_output_that_cannot_be_written_to(clusters_folder):
     assert (done.returncode, done.stderr) == (1, "nbelastic: [Errno 28] No space left on device\n")
     ascii_only = run_alone("--help", stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert ascii_only.returncode == 0
+
+
+def test_an_error_of_the_system_without_an_output(clusters_folder, monkeypatch, capsys):
+    """If the standard output is closed, an error of the system is one line on stderr, too."""
+
+    def fail() -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(nbe.Cluster, "all", fail)
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["list"]) == 1
+    assert capsys.readouterr().err == f"nbelastic: [Errno {errno.EROFS}] Read-only file system\n"
