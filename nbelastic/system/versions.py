@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 
 TESTED_TORCH = ("2.11", "2.13", "2.14", "2.15")  # see tests/matrix.sh
@@ -20,11 +21,17 @@ def _installed() -> dict[str, str]:
     """It takes milliseconds, and a driver asks for each host."""
     found = {"Python": platform.python_version()}
     for name in ("nbelastic", "torch", "ipyparallel"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
+        found[name] = _version(name)
     return found
+
+
+def _version(package: str) -> str:
+    """Empty for a missing package. The remains of an uninstalled one have no metadata: an uninstall on NFS may leave its folder."""
+    for found in importlib.metadata.distributions(name=package):
+        with suppress(KeyError, FileNotFoundError):  # newer versions of Python raise one of them
+            if found.version:
+                return found.version
+    return ""
 
 
 @cache

@@ -43,6 +43,17 @@ def test_the_installed_versions_are_found():
     assert all(found[name] for name in ("Python", "nbelastic", "torch"))
 
 
+@pytest.mark.filterwarnings("ignore:Implicit None")  # of Python's own module
+def test_the_remains_of_a_package_are_no_package(tmp_path, monkeypatch):
+    """A folder without metadata, as an uninstall on NFS leaves it, hides no version and is none."""
+    before = versions.installed()["torch"]
+    (tmp_path / "torch-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert versions._installed.__wrapped__()["torch"] == before
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert versions._installed.__wrapped__()["torch"] == ""
+
+
 def test_a_torch_that_was_not_tested_is_named():
     """One line names its version and those that were tested; a tested release gives no line."""
     assert versions.untested({"torch": "2.13.0+cu130"}) == versions.untested({}) == ""
