@@ -222,7 +222,8 @@ def remove_dead_cluster(name: str, number: str = "", *, kill: bool = False) -> N
             for process in filter(is_alive, set(saved.processes) - set(saved.tunnels) if kill else ()):
                 if pid_of(process) != os.getpid():
                     kill_group(pid_of(process))
-            shutil.rmtree(batch_folder(name, saved.number), ignore_errors=True)
+            with suppress(RuntimeError):  # this user has no home folder, and so no batch jobs
+                shutil.rmtree(batch_folder(name, saved.number), ignore_errors=True)
         run_folder.release()
 
 

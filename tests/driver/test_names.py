@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -192,6 +193,19 @@ def test_a_driver_that_was_killed_at_its_start_leaves_no_cluster(clusters_folder
         assert not folder.lock.exists()
         local_clusters.claim_name(folder, "00000002")
         folder.release()
+
+
+def test_a_dead_cluster_of_a_user_without_a_home_is_removed(clusters_folder, monkeypatch):
+    """In a container, a user may have neither `HOME` nor an entry in the list of users."""
+    folder = RunFolder("digits")
+    folder.lock.write_text("1@1 00000001")
+    folder.make()
+    head = {"version": "1", "wire": "", "name": "digits", "number": "00000001"}
+    (folder.path / local_clusters.SNAPSHOT_FILE).write_text(json.dumps(head))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert local_clusters.clusters() == []
+    assert not folder.path.exists()
 
 
 def test_clusters_of_two_machines_share_a_name_and_a_home(start_hostless, clusters_folder, tmp_path, monkeypatch):
