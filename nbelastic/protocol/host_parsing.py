@@ -12,6 +12,7 @@ _HOST = re.compile(  # ssh would take a name that begins with "-" for an option
     r"(?P<name>\[(?=[^]]*:)[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|\w[\w.-]*)"
     r"(?::(?P<slots>[^:]*))?"
 )
+_SLOTS = re.compile(r"0*[1-9][0-9]{0,3}")  # a larger number may be a port: so many processes would be started
 
 
 def parse_host(text: str, default_slots: int, *, follow_gpus: bool = False) -> HostSpec:
@@ -30,8 +31,8 @@ def parse_host(text: str, default_slots: int, *, follow_gpus: bool = False) -> H
             f"{text!r}: {match['name']!r} is not a valid host name: each part between dots has 1 to 63 characters."
         ) from None
     slots = match["slots"]
-    if slots is not None and not (slots.isascii() and slots.isdigit() and int(slots) > 0):
-        raise UsageError(f"{text!r}: the number of slots must be a whole number of at least 1, not {slots!r}.")
+    if slots is not None and not _SLOTS.fullmatch(slots):
+        raise UsageError(f"{text!r}: the number of slots must be a whole number from 1 to 9999, not {slots!r}.")
     number, follows = (int(slots), False) if slots else (default_slots, follow_gpus)
     return HostSpec(match["name"].strip("[]"), number, match["user"] or "", follows)
 

@@ -102,6 +102,7 @@ def test_rank_zero_passes_to_the_oldest_survivor():
         ("h:2", HostSpec("h", 2)),
         ("  h:2  ", HostSpec("h", 2)),
         ("me@h:2", HostSpec("h", 2, "me")),
+        ("h:09999", HostSpec("h", 9999)),
         ("127.0.0.2:1", HostSpec("127.0.0.2", 1)),
         ("[::1]:2", HostSpec("::1", 2)),
         ("[fe80::1%eth0]", HostSpec("fe80::1%eth0", 3)),
@@ -117,6 +118,7 @@ def test_a_host_is_name_slots_user(text, spec):
     [
         *("", ":", "h:", "h:x", "h:-1", "h:0", "h:1:2", "h:1.5", "h:²", "a b", "::1", "@h", "[x]:1", "[abc]"),
         *("-v", "-l@h", "gpu..1", "gpu1..:2", "x" * 64),
+        *("h:50051", "h:" + "9" * 5000),  # more processes than any host runs: a port, or a slip
     ],
 )
 def test_text_that_is_not_a_host_is_quoted(text):
