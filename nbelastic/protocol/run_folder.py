@@ -77,9 +77,9 @@ class RunFolder:
         return lock_holder(self.lock)
 
     def make(self) -> None:
-        """Make an empty folder. Files of an earlier driver are removed."""
+        """Make an empty folder. Files of an earlier driver are removed; NFS keeps those that a process still has open."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(mode=0o700)
+        self.path.mkdir(mode=0o700, exist_ok=True)
 
     def release(self, *, keep_folder: bool = False) -> None:
         """Unlock the name, and remove the folder, which contains keys; `keep_folder`: another driver needs it, if it exists.

@@ -195,6 +195,19 @@ def test_a_driver_that_was_killed_at_its_start_leaves_no_cluster(clusters_folder
         folder.release()
 
 
+def test_a_name_is_free_although_its_folder_stays(clusters_folder, monkeypatch):
+    """NFS keeps a removed file, and so its folder, as long as a kernel has the file mapped, such as a result."""
+    folder = RunFolder("digits")
+    local_clusters.claim_name(folder, "00000001")
+    with monkeypatch.context() as on_nfs:
+        on_nfs.setattr("shutil.rmtree", lambda *_, **__: None)
+        folder.release()
+        assert folder.path.exists()
+        local_clusters.claim_name(folder, "00000002")
+    assert folder.is_current
+    folder.release()
+
+
 def test_a_dead_cluster_of_a_user_without_a_home_is_removed(clusters_folder, monkeypatch):
     """In a container, a user may have neither `HOME` nor an entry in the list of users."""
     folder = RunFolder("digits")
