@@ -42,7 +42,7 @@ class EventLog:
         previous, is_last_line_complete = _read(path) if append else ([], True)
         self._file = self._open()
         self.records: deque[EventRecord] = deque(previous, maxlen=EVENTS_IN_MEMORY)
-        self.count = len(self.records)  # of all records so far
+        self.count = len(previous)  # of all records so far
         self.counts: Counter[str] = Counter()  # of records of this driver, by kind
         self.lost_steps = LostSteps()
         self._is_last_line_complete = is_last_line_complete  # a kill or a full disk may cut a line off

@@ -32,6 +32,18 @@ def test_the_size_of_the_files_is_bounded(tmp_path, monkeypatch):
     assert found == [f"record {number}" for number in range(100 - len(found), 100)]
 
 
+def test_the_next_driver_counts_on(tmp_path, monkeypatch):
+    """More records than are in memory count: by their number, a client such as `nbelastic attach` finds the new ones."""
+    monkeypatch.setattr(event_log, "EVENTS_IN_MEMORY", 5)
+    log = EventLog(tmp_path / "events.jsonl")
+    for number in range(8):
+        log.record(cmd.Record("test", f"record {number}"), 0.0, 0)
+    log.close()
+    again = EventLog(tmp_path / "events.jsonl", append=True)
+    again.close()
+    assert (texts(again), again.count) == (texts(log), log.count)
+
+
 class SmallDisk:
     """A file on a disk with room for `room` bytes."""
 
