@@ -38,7 +38,7 @@ def connect_to_driver(
             return None
         try:
             connection = Connection(folder, predecessor=predecessor)
-        except (ConnectionError, FileNotFoundError):  # the driver is about to listen, or to end
+        except (ConnectionError, FileNotFoundError, BlockingIOError):  # it is about to listen, or to end, or is stopped
             if time.monotonic() > end:
                 raise no_answer_error(folder.name, pid) from None
             time.sleep(CONNECT_INTERVAL)

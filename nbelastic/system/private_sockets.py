@@ -20,9 +20,14 @@ def bind_in(folder: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.s
 
 
 def connect_in(folder: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """A socket that is connected to `name` in `folder`. OSError if no process listens there."""
+    """A socket that is connected to `name` in `folder`. OSError if no process listens there.
+
+    BlockingIOError if too many connections wait there already: a stopped process accepts none.
+    """
     with _socket_and_path(folder, name, kind) as (connected, path):
+        connected.setblocking(False)
         connected.connect(path)
+        connected.setblocking(True)
     return connected
 
 

@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
 import nbelastic as nbe
+from nbelastic.client.find_driver import connect_to_driver
 from nbelastic.driver.process import prepare
-from nbelastic.protocol import local_clusters, run_folder
+from nbelastic.protocol import client_messages, local_clusters, run_folder
 from nbelastic.protocol.driver_start import Start
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.system.folder_paths import batch_folder, process_folder, user_folder
+from nbelastic.system.private_sockets import bind_in, connect_in
 from tests.driver.hostless_cluster import NoHosts
 
 
@@ -206,6 +209,19 @@ def test_a_name_is_free_although_its_folder_stays(clusters_folder, monkeypatch):
         local_clusters.claim_name(folder, "00000002")
     assert folder.is_current
     folder.release()
+
+
+def test_a_stopped_driver_blocks_no_client_however_many_have_asked(clusters_folder):
+    """A command that is run every minute leaves one connection each time, which a stopped driver does not accept."""
+    folder = RunFolder("digits")
+    local_clusters.claim_name(folder, "00000001")
+    with ExitStack() as at_end:
+        at_end.callback(folder.release)
+        listener = at_end.enter_context(bind_in(folder.path, client_messages.SOCKET))
+        listener.listen(0)  # one connection waits, and not a hundred
+        at_end.enter_context(connect_in(folder.path, client_messages.SOCKET))
+        with pytest.raises(nbe.UsageError, match=rf"does not answer \(process {os.getpid()}\)"):
+            connect_to_driver(folder.path, timeout=0.05)
 
 
 def test_a_dead_cluster_of_a_user_without_a_home_is_removed(clusters_folder, monkeypatch):
