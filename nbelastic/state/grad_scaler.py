@@ -17,6 +17,12 @@ def is_grad_scaler(value: Any) -> bool:
     )
 
 
+def forget_step(optimizer: torch.optim.Optimizer) -> None:
+    """An abort in the hook of a fused optimizer leaves what the scaler gives it for one step: the next one would scale twice."""
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)
+
+
 class RecordedScaler:
     """The state of `scaler` as it is now."""
 

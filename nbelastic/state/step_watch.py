@@ -18,6 +18,7 @@ from nbelastic.state import optimizers
 from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.state.contents import Contents
 from nbelastic.state.cuda_graphs import ReplayWatch, refuse_capture
+from nbelastic.state.grad_scaler import forget_step
 from nbelastic.state.tensor_snapshot import TensorSnapshot
 from nbelastic.worker.process_group import collectives
 from nbelastic.worker.session import Session
@@ -92,6 +93,8 @@ class StepWatch:
         self._accumulating = False
         for parameter in self._contents.names:
             parameter.grad = None
+        for optimizer in self._contents.optimizers():
+            forget_step(optimizer)
 
     def commit_counts(self) -> bool:
         """Called at each commit. False, on all ranks alike: this commit does nothing, as a rank accumulates gradients."""

@@ -28,6 +28,10 @@ def step(model, optimizer, scaler):
     scaler.update()
 
 
+def abort(*_):
+    raise Aborted
+
+
 def test_a_commit_reads_no_number_from_the_gpu(training, monkeypatch):
     """`GradScaler.state_dict()` waits for the GPU; commits copy its tensors instead."""
     model, optimizer, scaler, state = training
@@ -57,10 +61,6 @@ def test_after_an_aborted_step_gradients_are_unscaled_again(training):
     model, optimizer, scaler, state = training
     step(model, optimizer, scaler)
     state.commit()
-
-    def abort(*_):
-        raise Aborted
-
     hook = optimizer.register_step_pre_hook(abort)
     with pytest.raises(Aborted):
         step(model, optimizer, scaler)
@@ -69,6 +69,22 @@ def test_after_an_aborted_step_gradients_are_unscaled_again(training):
     before = model.bias.detach().clone()
     step(model, optimizer, scaler)
     assert torch.allclose(before - model.bias, torch.full_like(before, 0.3))
+
+
+def test_after_an_aborted_step_a_fused_optimizer_divides_by_the_scale_once(begun):
+    """The scaler gives it the scale for one step, and takes it away after that: an aborted step must not leave it."""
+    model, _ = network()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = begun(TorchState(model=model, optimizer=optimizer, scaler=scaler))
+    hook = optimizer.register_step_pre_hook(abort)
+    with pytest.raises(Aborted):
+        step(model, optimizer, scaler)
+    hook.remove()
+    state.generation_ended(aborted=True)
+    step(model, optimizer, scaler)
+    average = optimizer.state[model.bias]["exp_avg"]
+    assert torch.allclose(average, torch.full_like(average, 0.3))
 
 
 def test_a_learning_rate_tensor_stays_the_same_object(begun):
