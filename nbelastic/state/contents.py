@@ -11,6 +11,7 @@ import torch
 from nbelastic.errors import StateError
 from nbelastic.state import optimizers
 from nbelastic.state.checks import check, check_optimizer_tensors
+from nbelastic.state.grad_scaler import is_grad_scaler
 from nbelastic.state.layout import Layout
 from nbelastic.state.optimizers import frozen
 from nbelastic.state.step_log import StepLog
@@ -111,6 +112,8 @@ class Contents:
             value = self.values[name]
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(frozen(new))
+                if is_grad_scaler(value):  # a step may have been cut off, and a new optimizer may get the old one's id
+                    value._per_optimizer_states.clear()
             elif isinstance(value, torch.Tensor) and _is_like(value, new):
                 with torch.no_grad():  # in place: an optimizer may hold this tensor
                     value.copy_(new)

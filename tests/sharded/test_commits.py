@@ -77,3 +77,24 @@ def test_each_call_begins_with_the_modes_of_the_first(monkeypatch, aborted):
         model.eval()
         state.generation_ended(aborted=aborted)
         assert [layer.training for layer in model.modules()] == [True, True, False, True]
+
+
+class Aborted(Exception):
+    pass
+
+
+def test_after_an_aborted_step_a_scaler_unscales_the_gradients_of_each_optimizer(monkeypatch):
+    """The new optimizer may have the id of the old one, whose gradients were unscaled when the abort came."""
+
+    def abort(*_):
+        raise Aborted
+
+    scaler = torch.amp.GradScaler("cpu")
+    with bound(monkeypatch, scaler=scaler) as state:
+        state.optimizer.register_step_pre_hook(abort)
+        scaler.scale(state.model(torch.ones(2, 4)).sum()).backward()
+        with pytest.raises(Aborted):
+            scaler.step(state.optimizer)
+        state.generation_ended(aborted=True)
+        state.sync(formation(0, 1, generation=2))
+        assert not scaler._per_optimizer_states
