@@ -2,6 +2,9 @@
 
 Meshes of two generations with the same size are equal, and the caches' results refer to the mesh of the first call. Without
 this, a new DTensor would have the old mesh: its closed process groups, and this rank's old coordinate.
+
+On a GPU, the first random operation on a DTensor makes torch's tracker of random numbers, with a broadcast. Newcomers have
+none. So all ranks make a new one in each world.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 
 CACHED = (  # functions whose arguments or results refer to a mesh
     ("torch.distributed.tensor._redistribute", "_gen_transform_infos"),
@@ -18,11 +21,12 @@ CACHED = (  # functions whose arguments or results refer to a mesh
 )
 
 
-def clear_mesh_caches(device: torch.device) -> None:
+def clear_mesh_caches() -> None:
     """Clear them in this thread and, on a GPU, in the thread of its backward passes: each thread has its own."""
     _clear()
-    if device.type == "cuda":
-        _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()
+    _random._rng_tracker = None
+    if torch.cuda.is_initialized():
+        _ClearInBackward.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()
 
 
 class _ClearInBackward(torch.autograd.Function):  # type: ignore[misc]

@@ -327,9 +327,9 @@ class ShardedState(State):
     def _unbind(self) -> None:
         if self._bound is not None:
             self._bound.unwatch()
-            clear_mesh_caches(self._bound.device)
             if self._session is not None:
                 self._session.report_copies(None)
+        clear_mesh_caches()  # also of a world that ended before bind()
         for name in [name for name in self._contents.values if name not in self._small_names]:
             del self._contents.values[name]
         self._bound = self._layout = self._replication = self._group = self._live_commit = None

@@ -91,7 +91,7 @@ class Floor:
         marks.append(("second step", time.time()))
         dist.barrier()
         dist.destroy_process_group()
-        clear_mesh_caches(torch.device("cpu"))  # else the next round's tensors have this round's mesh
+        clear_mesh_caches()  # else the next round's tensors have this round's mesh
         return marks
 
     def _fill(self, parameters: list[Any], optimizer: Any) -> None:

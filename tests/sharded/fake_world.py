@@ -27,7 +27,7 @@ def fake_world(rank: int, *sizes: int, names: tuple[str, ...] = ("shard",), clea
     finally:
         dist.destroy_process_group()
         if clear:
-            clear_mesh_caches(torch.device("cpu"))
+            clear_mesh_caches()
 
 
 def sharded(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
