@@ -53,6 +53,8 @@ class GpuHealth:
         nvml, whole = self._nvml, self._whole(handle)
         try:
             nvml.nvmlDeviceGetMemoryInfo(handle)
+        except nvml.NVMLError_NotSupported:  # a GPU that has the host's memory, such as a GB10
+            pass
         except nvml.NVMLError as error:
             return f"NVML reports: {error}"
         held = self._held_by(gpu, handle)

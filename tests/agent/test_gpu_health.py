@@ -53,6 +53,20 @@ def test_a_fault_is_a_problem(machine, before, after, problem):
     gpus.close()
 
 
+def test_a_gpu_without_memory_of_its_own_has_no_fault(machine, monkeypatch):
+    """NVML reports no memory of a GPU that has the host's, such as a GB10."""
+    machine()
+    nvml = sys.modules["pynvml"]
+
+    def refuse(_):
+        raise nvml.NVMLError_NotSupported("Not Supported")
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", refuse)
+    gpus = Gpus()
+    assert gpus.find(10) == (Gpu("GPU-a"),)
+    gpus.close()
+
+
 def test_throttling_is_shown_and_is_no_problem(machine):
     machine(throttle=0x40 | 0x20 | 0x04)
     gpus = Gpus()
