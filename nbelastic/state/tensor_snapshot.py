@@ -22,6 +22,10 @@ CPU = torch.device("cpu")
 _version = attrgetter("_version")
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
+# CUDA has no kernel that copies many tensors of these types. Not all versions of torch have the last.
+_COPIED_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64} | {
+    getattr(torch, name): torch.uint8 for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
+}
 
 
 class Copy(NamedTuple):
@@ -218,13 +222,17 @@ def copy_all(sources: list[torch.Tensor], *, to: list[torch.Tensor]) -> None:
     One launch copies many tensors of one type within a GPU.
     """
     groups: dict[tuple[torch.device, torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for source, target in zip(sources, to, strict=True):
+    for source, target in zip(map(_as_copied, sources), map(_as_copied, to), strict=True):
         group = groups.setdefault((source.device, target.device, source.dtype), ([], []))
         group[0].append(source)
         group[1].append(target)
     with torch.no_grad():
         for same_sources, same_targets in groups.values():
             torch._foreach_copy_(same_targets, same_sources, non_blocking=True)
+
+
+def _as_copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_COPIED_AS[tensor.dtype]) if tensor.dtype in _COPIED_AS else tensor
 
 
 def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -37,6 +37,28 @@ def test_small_tensors_are_copied_on_the_gpu_with_one_launch_per_type(cuda):
     assert cuda.pinned == []
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu])
+def test_types_without_a_kernel_for_many_tensors_are_copied_as_integers(cuda, dtype):
+    """CUDA copies many tensors at once only of the types that `_foreach_copy_` knows there; others raise."""
+    before = torch.tensor([[1, 2, 3], [7, 9, 1]], dtype=torch.uint8).to(dtype).t()
+    tensor, raised = before.clone(), []
+    copy = torch._foreach_copy_
+
+    def strict(targets, sources, **options):
+        raised.extend(one.dtype for one in (*targets, *sources) if one.dtype is dtype)
+        copy(targets, sources, **options)
+
+    torch._foreach_copy_ = strict  # the fixture restores torch's own
+    snapshot = TensorSnapshot(keep=True)
+    snapshot.commit([tensor.as_subclass(OnGpu)])
+    version = tensor._version
+    tensor.zero_()
+    snapshot.restore()
+    assert not raised
+    assert torch.equal(tensor, before)
+    assert tensor._version > version + 1
+
+
 def test_the_second_copy_of_a_large_tensor_is_pinned_and_given_back(cuda, monkeypatch):
     """One copy takes less time than pinning its memory. When nothing is copied any more, the system gets the memory back."""
     monkeypatch.setattr(tensor_snapshot, "BLOCK", 3 * LARGE * 4)
