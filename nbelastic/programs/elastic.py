@@ -196,7 +196,11 @@ class _Loop:
                 error, self._own_error = self._own_error, None
                 raise error
             again = True
-            self._state.generation_ended(aborted=outcome == "aborted")
+            try:
+                self._state.generation_ended(aborted=outcome == "aborted")
+            except RuntimeError as error:
+                is_of_program(error, self._session.groups)  # it ends this process if its GPU has failed
+                raise
             if self._session.programs.ordered is not None:
                 self.swap.run(self._session.programs.ordered)
 

@@ -12,14 +12,23 @@ from nbelastic.worker.error_text import text_of
 from nbelastic.worker.threads import run_in_thread
 
 TIMEOUT = 10.0  # seconds for the synchronisations; a GPU with a fault may not answer
-TEXTS = ("cuda error", "cuda driver error", "triton error [cuda]", "cudnn error", "cudnn_status_")
+# Without spaces and underscores: CUDA's own names of errors are cudaErrorIllegalAddress and CUDA_ERROR_ILLEGAL_ADDRESS.
+TEXTS = (
+    *("cudaerror", "cudadrivererror", "tritonerror[cuda]", "illegalmemoryaccess"),
+    *("cudnnerror", "cudnnstatus", "cublaserror", "cuffterror", "cusolvererror"),
+)
 ASSERT = "device-side assert triggered"  # what the program itself has asserted in a kernel, for example an index out of range
 
 
 def is_gpu_error(error: BaseException) -> bool:
-    """Whether torch, or Triton, raised this because of the GPU. Too little memory is not meant: the GPU works on."""
-    text = text_of(error).lower()
-    return isinstance(error, RuntimeError) and any(one in text for one in TEXTS) and "out of memory" not in text
+    """Whether torch, or another library, raised this or its cause because of the GPU. Not meant is too little memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = text_of(cause).lower().replace(" ", "").replace("_", "")
+        if isinstance(cause, RuntimeError) and any(one in text for one in TEXTS) and "outofmemory" not in text:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def failure_of_gpu(synchronize: Callable[[], object]) -> str:

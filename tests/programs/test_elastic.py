@@ -9,7 +9,9 @@ import torch
 import nbelastic as nbe
 from nbelastic.errors import JobStoppedError
 from nbelastic.programs import elastic
+from nbelastic.protocol.exit_codes import GPU_LOST
 from nbelastic.state import backward_hooks as backward
+from nbelastic.worker import own_errors
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,25 @@ def test_a_gpu_that_does_not_finish_does_not_keep_a_hung_worker(monkeypatch, tmp
             write()
     assert not session.saved
     never.set()
+
+
+def test_a_gpu_that_fails_while_its_rank_leaves_a_world_is_lost(monkeypatch):
+    """A fault of several GPUs: one rank reports it, and the others leave before they have seen their own error."""
+
+    def fail(**_):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    def end(code):
+        raise SystemExit(code)
+
+    state = nbe.ObjectState(n=0)
+    session = StoppedInAStep(state)
+    session.groups = SimpleNamespace(present=None, synchronize=fail)
+    monkeypatch.setattr(elastic._Loop, "_run_generation", lambda *_: ("aborted", None))
+    monkeypatch.setattr(nbe.ObjectState, "generation_ended", lambda _, aborted: fail())
+    monkeypatch.setattr(own_errors.os, "_exit", end)
+    with pytest.raises(SystemExit, match=str(GPU_LOST)):
+        elastic._Loop(session, state, lambda: None).run()
 
 
 def test_what_a_warm_up_changes_is_undone():

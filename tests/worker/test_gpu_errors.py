@@ -25,6 +25,14 @@ LATER = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling cub
 ADDRESS = RuntimeError(f"CUDA error: an illegal memory access was encountered{ADVICE}")
 
 
+def caused_by(error):
+    """What a program raises that adds something to an error, such as the step in which it came."""
+    try:
+        raise ValueError("step 7 failed") from error
+    except ValueError as made:
+        return made
+
+
 class Unreadable(Exception):
     def __str__(self):
         raise ZeroDivisionError
@@ -39,6 +47,12 @@ class Unreadable(Exception):
         (RuntimeError("CUDA driver error: unknown error"), True),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
+        (RuntimeError("radix_sort: failed on 1st step: cudaErrorIllegalAddress: an illegal memory access"), True),
+        (RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"), True),
+        (RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"), True),
+        (caused_by(ADDRESS), True),
+        (caused_by(RuntimeError("CUDA error: out of memory")), False),
+        (RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"), False),
         (RuntimeError("Triton Error [CUDA]: out of memory"), False),
         (RuntimeError("CUDA error: out of memory"), False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
