@@ -113,6 +113,11 @@ class Channel:
         """Whether operations on tensors of this device end later, and end without an error after an abort."""
         return bool(self._group._get_backend(device).name() != "gloo")
 
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether an accelerator sends the tensors: after an abort it writes nothing more to them."""
+        return self._on_accelerator(self._wire)
+
     def begin(self, flat: torch.Tensor) -> list[Any]:
         """Begin to send `flat` (contiguous, where the channel sends), or to receive into it. Returns the works to wait for."""
         flat = flat.view(torch.uint8)  # gloo does not support all types of numbers
@@ -182,7 +187,7 @@ class Channel:
             self._finish_packed(works, packed)
         finally:
             wait_for_all(works)
-        if self._on_accelerator(self._wire):
+        if self.is_on_accelerator:
             self._check()
 
     def _finish_packed(self, works: list[Any], packed: list[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
@@ -261,7 +266,11 @@ def receive(
         copy_all(received, to=places)
     else:
         facts.holds_state = False
-        channel.move_tensors(places)
+        if channel.is_on_accelerator:
+            # Here too. NCCL keeps for each thread that a batch was begun: an abort within one would leave the main thread in it.
+            run(lambda: channel.move_tensors(places))
+        else:
+            channel.move_tensors(places)
 
 
 def _allocate_like(places: list[torch.Tensor]) -> list[torch.Tensor] | None:

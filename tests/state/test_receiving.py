@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 class BrokenChannel:
     """Its sender is lost when half of the tensors have arrived."""
 
-    device = CPU
+    device, is_on_accelerator = CPU, False
 
     def move_tensors(self, tensors):
         for tensor in tensors[: len(tensors) // 2]:
@@ -32,7 +32,7 @@ class BrokenChannel:
 class WholeChannel:
     """Everything arrives; it records what the receiver's live tensors hold meanwhile."""
 
-    device = CPU
+    device, is_on_accelerator = CPU, False
 
     def __init__(self, live):
         self.live, self.meanwhile = live, []
@@ -206,7 +206,7 @@ def test_a_warm_up_draws_no_random_number():
 class DyingSender:
     """It describes its state, of the next commit, and is lost when half of the tensors have arrived."""
 
-    receives, device, move_tensors = True, CPU, BrokenChannel.move_tensors
+    receives, device, is_on_accelerator, move_tensors = True, CPU, False, BrokenChannel.move_tensors
 
     def __init__(self, sender):
         self.described = {**describe(sender._live(), []), "commits": sender.commits + 1}

@@ -123,3 +123,16 @@ def test_a_state_that_an_abort_has_cut_off_leaves_the_live_tensors_alone(world):
         receiving.result(10)
     assert facts.holds_state
     assert all(tensor.eq(5).all() for tensor in live)
+
+
+@pytest.mark.parametrize("on_accelerator", [True, False])
+def test_a_newcomer_receives_from_nccl_in_a_thread_of_its_own(world, monkeypatch, on_accelerator):
+    """An abort within a batch leaves NCCL's group calls of that thread open: later ones of the main thread would never begin.
+
+    Gloo may still write after an abort. So the main thread waits for it.
+    """
+    channel, threads = world.channels(0, (1,))[1], []
+    monkeypatch.setattr(channel, "_on_accelerator", lambda _: on_accelerator)
+    monkeypatch.setattr(channel, "move_tensors", lambda _: threads.append(threading.current_thread()))
+    transfer.receive(channel, [torch.zeros(1)], WorkerFacts(), lambda task: run_in_thread(task).result(10), 1)
+    assert [one is threading.main_thread() for one in threads] == [not on_accelerator]
