@@ -26,6 +26,7 @@ OPTIONS = (
     "-oControlMaster=no",  # use the user's master connection, but do not become one that outlives the agent
     "-oClearAllForwardings=yes",
     "-oPermitLocalCommand=no",
+    "-oRemoteCommand=none",  # ssh refuses a command beside one of the user's configuration, such as tmux
     "-oServerAliveInterval=15",  # end a client whose connection is dead, also if nothing else does
 )
 AGENT = "from nbelastic.agent.start import main; main()"

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -22,6 +23,19 @@ def test_ssh_asks_nothing_and_leaves_no_process():
     assert {"-oBatchMode=yes", "-oClearAllForwardings=yes", "-oControlMaster=no"} <= set(command)
     assert command[command.index("-l") + 1] == "alice"
     assert command[-3:-1] == ["--", "gpu1"]
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
+def test_a_remote_command_of_the_configuration_is_left_out(tmp_path):
+    """A user whose ssh opens tmux on each host can have workers there. Here ssh comes as far as the proxy command."""
+    config = tmp_path / "config"
+    config.write_text("Host gpu1\n RemoteCommand tmux new -A\n RequestTTY yes\n ProxyCommand exit 1\n")
+    words = ssh.command(GPU, None)
+    done = subprocess.run(
+        [words[0], "-F", str(config), *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == ssh.SSH_FAILED
+    assert "Cannot execute command-line and remote command" not in done.stderr
 
 
 def run_in_shell(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
