@@ -104,6 +104,8 @@ _RESERVED = {
     "output_limit",
     "stop_timeout",
 }
+# What a submission prints before the job's number. A site's own `sbatch` may print a banner with other numbers first.
+_SUBMITTED = {ipp.SlurmLauncher: "Submitted batch job ", ipp.SGELauncher: "Your job "}
 # Slurm's states of a job (manual page squeue), and what the dashboard shows for them
 _UNFINISHED = {"PENDING": "queued", "REQUEUED": "queued", "CONFIGURING": "node starting", "RUNNING": "running"}
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
@@ -153,6 +155,9 @@ def _make_launcher(launcher: str, options: Mapping[str, Any], **reserved: Any) -
             made.options = " ".join(filter(None, [made.options, *words]))
     except (TraitError, ValueError) as error:
         raise UsageError(f"{launcher}: {error}") from None
+    for kind, text in _SUBMITTED.items():
+        if isinstance(made, kind) and "job_id_regexp" not in values:
+            made.job_id_regexp, made.job_id_regexp_group = rf"(?s)\A(?:.*{text})?\D*(\d+)", 1
     if not (made.batch_template or made.batch_template_file):
         made.default_template = _TEMPLATES.get(cls, made.default_template)
         if not made.default_template:

@@ -16,7 +16,7 @@ import nbelastic as nbe
 from nbelastic.driver import connection_files
 from nbelastic.driver.request_answers import has_ready_workers
 from nbelastic.protocol.exit_codes import CONNECTION_LOST
-from nbelastic.provision import process_agent
+from nbelastic.provision import batch, process_agent
 from nbelastic.provision.process_agent import ProcessAgent
 from nbelastic.provision.tunnelled_agent import TunnelledAgent
 from tests.driver.fakes import DriverWithFakes, run_story
@@ -194,3 +194,26 @@ def test_an_error_while_a_connection_file_is_made_is_raised(start_hostless, monk
     monkeypatch.setattr(connection_files, "driver_address_towards", failing)
     with pytest.raises(nbe.HostError, match="the connection file cannot be made: gpu9 is odd"):
         start_hostless().connection_file("gpu9")
+
+
+BANNER = "Welcome to node 6 of the cluster\n--> Checking the allocation (A-3)... OK\n"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "printed"),
+    [
+        ("slurm", "Submitted batch job 17"),
+        ("slurm", f"{BANNER}Submitted batch job 17 on cluster c3"),
+        ("slurm", "17;c3"),  # --parsable in the user's options
+        ("sge", f'{BANNER}Your job 17 ("nbelastic-h3") has been submitted'),
+        ("pbs", "17.server2"),
+    ],
+)
+def test_the_number_of_a_job_is_found_behind_a_banner(launcher, printed):
+    """Another number would be the job of another host: its end would be taken for the end of this one, and it would be cancelled."""
+    assert batch._make_launcher(launcher, {}).parse_job_id(printed) == "17"
+
+
+def test_a_user_may_say_where_a_job_s_number_is():
+    """As launcher option."""
+    assert batch._make_launcher("slurm", {"job_id_regexp": r"\d+$"}).parse_job_id("3 jobs: 17") == "17"
