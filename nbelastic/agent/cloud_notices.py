@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException
@@ -197,7 +198,10 @@ def watch(cloud: Cloud, on_notice: Callable[[Notice], object], *, server: str | 
             event = cloud.ask(server or SERVER)
         except (OSError, HTTPException, ValueError) as error:
             if not failed:
-                print(f"nbelastic: the cloud's metadata server has no answer: {error!r}", file=sys.stderr, flush=True)
+                with suppress(OSError):  # the disk is full: the next notice still counts
+                    print(
+                        f"nbelastic: the cloud's metadata server has no answer: {error!r}", file=sys.stderr, flush=True
+                    )
             failed, pause = True, backoff.next()
         else:
             failed = False

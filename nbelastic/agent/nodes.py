@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -53,7 +54,8 @@ class Nodes:
         try:
             self._nodes[order.number] = _Node(fork(lambda: self._process(order, home, log_dir)))
         except ForkRefusedError as error:
-            print(f"nbelastic: {error}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the disk is full: this agent has workers
+                print(f"nbelastic: {error}", file=sys.stderr, flush=True)
             self._refused.append(order.number)
 
     def _process(self, order: agent_messages.StartNode, home: tuple[str, str], log_dir: str) -> BaseProcess:

@@ -27,7 +27,8 @@ def survive_refused_forks() -> None:
             request = sys._getframe(1)
             if request.f_code is not forkserver.main.__code__:
                 raise
-            print(f"nbelastic: a worker cannot be forked: {error.strerror}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the disk is full: that must not end the template
+                print(f"nbelastic: a worker cannot be forked: {error.strerror}", file=sys.stderr, flush=True)
             for fd in (*map(request.f_locals.get, _DESCRIPTORS), *request.f_locals.get("fds", ())):
                 with suppress(OSError, TypeError):
                     os.close(fd)

@@ -27,6 +27,7 @@ from nbelastic.system.running_agents import Notice
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
 from tests.agent.test_agent import configured
+from tests.support.full_disk import FullDisk
 from tests.support.waiting import until, until_async
 
 WRONG = timedelta(hours=-5)  # by which the machine's own clock is wrong
@@ -222,6 +223,17 @@ def test_each_event_is_a_notice_once(monkeypatch, capsys):
     assert cloud.done.wait(10)
     assert notices == [(60.0, "x"), (cloud_notices.LEAST, "y")]
     assert capsys.readouterr().err.count("no route") == 1
+
+
+def test_a_full_disk_does_not_hide_the_next_notice(monkeypatch):
+    """That the server fails cannot be printed then. The machine's end is announced nonetheless."""
+    monkeypatch.setattr(cloud_notices, "FIRST_PAUSE", 0.001)
+    notices: list[Notice] = []
+    cloud = Scripted(OSError("no route"), cloud_notices.Event("1", 60.0, "x"), None)
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    threading.Thread(target=cloud_notices.watch, args=(cloud, notices.append), daemon=True).start()
+    assert cloud.done.wait(10)
+    assert notices == [(60.0, "x")]
 
 
 AGENT = """

@@ -19,6 +19,7 @@ from nbelastic.agent.fork import TRIES, ForkRefusedError, fork
 from nbelastic.agent.nodes import Nodes
 from nbelastic.protocol.agent_messages import NodeExited
 from nbelastic.system.processes import is_ending, state_of
+from tests.support.full_disk import FullDisk
 from tests.support.waiting import until
 
 
@@ -168,12 +169,29 @@ def test_a_template_that_cannot_fork_lives_on(tmp_path):
     assert set(done.stderr.splitlines()) == {"nbelastic: a worker cannot be forked: Resource temporarily unavailable"}
 
 
+def test_a_full_disk_does_not_end_the_template(tmp_path):
+    """That a worker cannot be forked cannot be printed either. Others run on, and later ones are forked."""
+    (tmp_path / "refuses.py").write_text(REFUSING)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSES],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            check=False,
+        )
+    assert done.stdout.splitlines()[-1] == "True True"
+
+
 def test_a_node_of_a_script_that_cannot_be_forked_has_ended(monkeypatch):
-    """The driver learns of it as of any other end of a node."""
+    """The driver learns of it as of any other end of a node, also if the disk is full and nothing can be printed."""
 
     def refuse(_):
         raise ForkRefusedError
 
+    monkeypatch.setattr(sys, "stderr", FullDisk())
     monkeypatch.setattr("nbelastic.agent.nodes.fork", refuse)
     nodes = Nodes(mp.get_context("forkserver"), {"host": "a"})
     nodes.start(SimpleNamespace(number=5), ("127.0.0.1", "lo"), "/logs")
