@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -14,6 +15,8 @@ from nbelastic.provision import ssh
 from nbelastic.system.addresses import is_loopback
 from nbelastic.system.interfaces import address_towards
 
+ANYWHERE = ("198.51.100.1", "2001:db8::1")  # reserved for documentation (RFC 5737, RFC 3849); nothing is sent
+
 
 async def locate(spec: HostSpec, launcher: str) -> tuple[str, str]:
     """The host's loopback address if it is this machine, and this machine's address towards the host if it is not.
@@ -21,7 +24,7 @@ async def locate(spec: HostSpec, launcher: str) -> tuple[str, str]:
     The other of the two is empty. With a batch system the host's name is not an address, unless it is a loopback name.
     """
     if launcher != SSH and not spec.name.startswith(("localhost", "127.")):
-        return "", _own_address_towards("")
+        return "", await _own_address_for_jobs()
     if not spec.user or spec.user == getpass.getuser():
         local = _loopback_address(await _addresses(spec.name))
         if local:
@@ -52,11 +55,19 @@ def _loopback_address(addresses: list[str]) -> str:
     return "127.0.0.1" if own.intersection(addresses) else ""
 
 
+async def _own_address_for_jobs() -> str:
+    """The address of this machine at which batch jobs and pods reach it: on a default route, else that of its name."""
+    for target in ANYWHERE:
+        with suppress(OSError):
+            return address_towards(target)
+    named = await _addresses(socket.gethostname())  # the nodes of a closed network need no default route
+    return next((address for address in named if not is_loopback(address)), "127.0.0.1")
+
+
 def _own_address_towards(target: str) -> str:
     """The address of this machine towards `target`; towards the internet if it is empty, as behind a jump host."""
-    target = target or "198.51.100.1"  # reserved for documentation (RFC 5737); nothing is sent
     try:
-        return address_towards(target)
+        return address_towards(target or ANYWHERE[0])
     except OSError:
         return "127.0.0.1"  # ssh will report the cause
 

@@ -1,9 +1,11 @@
 """The command that starts an agent on another host by ssh, and the explanations of its failures."""
 
 import asyncio
+import errno
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -161,3 +163,17 @@ def test_the_name_behind_an_alias_may_be_no_name_of_dns(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     local, towards = asyncio.run(host_location.locate(HostSpec("gpu.invalid", 1), "ssh"))
     assert (local, bool(towards)) == ("", True)
+
+
+@pytest.mark.parametrize(("route", "address"), [("2001:db8::1", "fd00::2"), ("", "192.0.2.7")], ids=["IPv6", "none"])
+def test_jobs_reach_a_login_node_without_a_default_route_of_ipv4(route, address, monkeypatch):
+    """The node has an IPv6 route only, or is in a closed network: then its name leads to its address. Jobs do not dial themselves."""
+
+    def towards(target):
+        if target != route:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        return "fd00::2"
+
+    monkeypatch.setattr(host_location, "address_towards", towards)
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.7")
+    assert asyncio.run(host_location.locate(HostSpec("s0", 1), "slurm")) == ("", address)
