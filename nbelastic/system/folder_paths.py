@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import stat
@@ -28,6 +29,12 @@ def user_folder() -> Path:
     if why := why_untrusted(path, trust_groups=True):
         raise UsageError(f"{why}, or set TMPDIR to another folder.")
     return path
+
+
+def find_in_user_folder(pattern: str) -> list[Path]:
+    """The paths there that match. Processes may remove their folders meanwhile: `Path.glob` of Python 3.11 would raise then."""
+    folder = user_folder()
+    return [folder / path for path in glob.glob(pattern, root_dir=folder)]
 
 
 def runs_folder() -> Path:

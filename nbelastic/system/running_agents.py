@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nbelastic.system.folder_paths import user_folder
+from nbelastic.system.folder_paths import find_in_user_folder
 from nbelastic.system.private_files import replace_private
 from nbelastic.system.process_identity import identity, is_alive, pidfd_of
 
@@ -40,7 +40,7 @@ def find() -> list[RunningAgent]:
     """All that run, by host."""
     found = []
     for pattern in ("run-*/agent-*", "runs/*/agent-*"):
-        for file in user_folder().glob(f"{pattern}/{PROCESS}"):
+        for file in find_in_user_folder(f"{pattern}/{PROCESS}"):
             with suppress(OSError):  # it has just ended
                 process, _, host = file.read_text().partition(" ")
                 found.append(RunningAgent(file.parent, process, host))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nbelastic.system.engine_ports import engine_ports
-from nbelastic.system.folder_paths import user_folder
+from nbelastic.system.folder_paths import find_in_user_folder
 
 CONTROL = "control"
 PORT = "port"  # ZeroMQ and ipyparallel append `:` and the port to an address
@@ -33,7 +33,7 @@ def name_of(cluster: str, host: str, agent: int) -> str:
 def find(cluster: str, host: str) -> dict[int, Path]:
     """The folders of this cluster's agents for this host, by the agent's number."""
     pattern = name_of(cluster, host, 0).removesuffix("0")
-    found = user_folder().glob(f"run-*/{pattern}*")
+    found = find_in_user_folder(f"run-*/{pattern}*")
     return {int(folder.name.rpartition("-")[2]): folder for folder in found}
 
 

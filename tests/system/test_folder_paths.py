@@ -11,6 +11,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.system import running_agents, tunnel_folder
 from nbelastic.system.folder_paths import process_folder, user_folder
 
 DIES = "import os; from nbelastic.system.folder_paths import process_folder; held = process_folder(); print(held.__enter__(), flush=True); os.kill(os.getpid(), 9)"
@@ -90,3 +91,21 @@ def test_no_file_of_a_running_cluster_is_cleaned_away():
     driver.acquire()
     assert not is_cleaned()
     driver.release()
+
+
+def test_a_folder_that_ends_while_it_is_searched(tmp_path, monkeypatch):
+    """Another agent of this user removes its folder between two looks: agents start, and are found, nonetheless."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("run-a", "run-b"):
+        (user_folder() / name).mkdir()
+    (user_folder() / "run-b" / tunnel_folder.name_of("1", "gpu1", 3)).mkdir()
+    scandir = os.scandir
+
+    def remove_then_scan(path):
+        if os.path.basename(path) == "run-a" and os.path.isdir(path):
+            os.rmdir(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", remove_then_scan)
+    assert list(tunnel_folder.find("1", "gpu1")) == [3]
+    assert running_agents.find() == []
