@@ -83,6 +83,8 @@ def _explain_ssh_error(target: str, output: str, last: str) -> str:
         return f"the host key of {target} is not known or has changed: run `ssh {target}` once in a terminal"
     if "Could not resolve hostname" in output:
         return f"{target} is an unknown name ({last}): check it, or add it to ~/.ssh/config"
+    if "exchange_identification" in output:  # before the login: a server or jump host with too many logins at once
+        return f"{target} cannot be reached by ssh ({last})"
     if "closed by remote host" in output or "client_loop:" in output or "not responding" in output:  # after the login
         return f"the ssh connection to {target} has ended ({last})"
     return f"{target} cannot be reached by ssh ({last})"

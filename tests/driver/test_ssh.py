@@ -111,6 +111,11 @@ def test_a_missing_python_is_reported(tmp_path):
         ),
         (255, "", "cannot be reached by ssh (no message)"),
         (
+            255,
+            "kex_exchange_identification: Connection closed by remote host",
+            "cannot be reached by ssh (kex_exchange_identification: Connection closed",
+        ),
+        (
             1,
             "Traceback …\nModuleNotFoundError: No module named 'nbelastic'",
             "nbelastic is not installed for its Python",
