@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nbelastic.core import commands as cmd
 from nbelastic.transport.sockets import RETRANSMIT
 
@@ -26,7 +28,8 @@ class UnansweredHosts:
         """What to say of them at the stop; None: all have answered."""
         if not self._hosts:
             return None
-        lease = f"{self._lease / MINUTE:.0f} minutes" if self._lease >= MINUTE else f"{self._lease:.0f} s"
+        minutes = math.ceil(self._lease / MINUTE)
+        lease = f"{minutes} minutes" if minutes > 2 else f"{math.ceil(self._lease)} s"
         names = ", ".join(sorted(self._hosts))
         text = f"{names} did not answer the stop: an agent that still runs there ends by itself within {lease}"
         return cmd.Record("hosts-unanswered", text)

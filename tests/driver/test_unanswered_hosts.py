@@ -1,9 +1,12 @@
 """Hosts that do not answer the stop of their cluster: their agents end by themselves, some time later."""
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
 from nbelastic.driver.driver_snapshot import SavedAgent
+from nbelastic.driver.unanswered_hosts import UnansweredHosts
 from tests.driver.fakes import DriverWithFakes, run_story
 from tests.driver.test_snapshot import example
 
@@ -35,6 +38,16 @@ def test_the_stop_names_hosts_that_do_not_answer(tmp_path, cut):
         assert unanswered(fakes) == [text]
 
     run_story(story)
+
+
+@pytest.mark.parametrize(
+    ("lease", "text"), [(60.0, "60 s"), (85.0, "85 s"), (200.0, "4 minutes"), (900.0, "15 minutes")]
+)
+def test_an_agent_does_not_outlive_the_time_that_is_named(lease, text):
+    """The time is rounded up."""
+    hosts = UnansweredHosts(lease, heartbeat=1.0)
+    hosts.note_end("gpu1", math.inf)
+    assert hosts.record().text.endswith(f" ends by itself within {text}")
 
 
 def test_a_host_that_has_not_reported_to_the_next_driver_is_named(tmp_path):
