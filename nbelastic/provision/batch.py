@@ -30,7 +30,7 @@ from nbelastic.errors import DiscoveryError, UsageError
 from nbelastic.provision import sbatch_options
 from nbelastic.provision.job_cancellation import cancel
 from nbelastic.provision.run_program import run_program
-from nbelastic.provision.ssh import TUNNELLED_AGENT
+from nbelastic.provision.ssh import TUNNELLED_AGENT, quote_path
 from nbelastic.system.private_files import make_private, replace_private
 from nbelastic.system.processes import last_output
 
@@ -231,7 +231,7 @@ class BatchAgent:
         lines = ["#!/bin/sh", *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
         if cwd:
             lines.append(f"cd {shlex.quote(cwd)} || exit 1")
-        lines.append(f"exec {shlex.join([python or sys.executable, '-P', '-c', TUNNELLED_AGENT])}")
+        lines.append(f"exec {quote_path(python or sys.executable)} -P -c {shlex.quote(TUNNELLED_AGENT)}")
         slots = str(config.get("settings", {}).get("slots") or 1)
         self._successor = config.get("successor", 0.0)
         self._lead = min(max(LEAST_LEAD, math.ceil(self._successor)), LONGEST_LEAD)

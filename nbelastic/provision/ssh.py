@@ -41,15 +41,15 @@ _SCRIPT = (
 def command(spec: HostSpec, python: str | None, code: str = TUNNELLED_AGENT) -> list[str]:
     """The ssh command that runs `code` there. Without `python` the host uses this interpreter's path if it has that, else `python3`."""
     script = _SCRIPT.format(
-        python=_quote(python or sys.executable),
-        otherwise=_quote(python or "python3"),
+        python=quote_path(python or sys.executable),
+        otherwise=quote_path(python or "python3"),
         code=shlex.quote(code),
     )
     user = ["-l", spec.user] if spec.user else []
     return ["ssh", *OPTIONS, *user, "--", spec.name, f"exec /bin/sh -c {shlex.quote(script)}"]
 
 
-def _quote(path: str) -> str:
+def quote_path(path: str) -> str:
     """The path for a shell, which replaces `~/` by the home folder there."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 

@@ -4,7 +4,9 @@ import asyncio
 import errno
 import fcntl
 import os
+import queue
 import select
+import subprocess
 import sys
 from pathlib import Path
 from subprocess import Popen
@@ -212,6 +214,24 @@ BANNER = "Welcome to node 6 of the cluster\n--> Checking the allocation (A-3)...
 def test_the_number_of_a_job_is_found_behind_a_banner(launcher, printed):
     """Another number would be the job of another host: its end would be taken for the end of this one, and it would be cancelled."""
     assert batch._make_launcher(launcher, {}).parse_job_id(printed) == "17"
+
+
+def test_a_python_in_the_home_folder_of_a_node(tmp_path, monkeypatch):
+    """`--python ~/venv/bin/python` is the same for a batch job as behind ssh: the home folder is that of the node."""
+    scripts = queue.Queue()
+    monkeypatch.setattr(batch.BatchAgent, "_submit", lambda self, texts, _: scripts.put(texts[self._script]))
+    python = tmp_path / "my venv" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho python of the home folder\n")
+    python.chmod(0o755)
+
+    async def story():
+        batch.BatchAgent("slurm", "s0", tmp_path, {}, print, number=1).start({}, {}, "~/my venv/python", None)
+
+    asyncio.run(story())
+    command = ["/bin/sh", "-c", scripts.get(timeout=10)]
+    done = subprocess.run(command, env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("python of the home folder\n", "")
 
 
 def test_a_user_may_say_where_a_job_s_number_is():
