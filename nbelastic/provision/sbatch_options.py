@@ -93,6 +93,8 @@ def gpus_of(options: Mapping[str, Any]) -> int:
         name, given, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
             asked.setdefault(name, value if given else following)
+        elif word.startswith("-G"):  # --gpus
+            asked.setdefault("gpus", word[2:] or following)
     for name in ("gpus-per-node", "gpus"):
         if name in asked:
             return sum(int(number) for number in _GPUS.findall(asked[name]))

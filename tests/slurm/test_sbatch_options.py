@@ -22,6 +22,8 @@ from nbelastic.provision.sbatch_options import check_time_limit, gpus_of, split
         ({"gpus": 2}, 2),
         ({"options": "--exclusive --gres=gpu:4"}, 4),
         ({"options": "--gres gpu:2"}, 2),
+        ({"options": "--exclusive -G 4"}, 4),
+        ({"options": "-Ga100:2"}, 2),
         ({"options": "--comment='"}, 0),
     ],
     ids=str,
