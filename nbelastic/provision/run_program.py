@@ -69,6 +69,8 @@ def _start(
     try:
         process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=pipe, cwd=folder, start_new_session=True)
     except OSError as error:
+        if folder is not None and error.filename == folder:
+            raise DiscoveryError(f"{name} cannot be run: its working folder {folder}: {error.strerror}.") from None
         raise DiscoveryError(f"{name} cannot be run: {error.strerror}; check its path and mode.") from None
     assert process.stdout is not None
     assert process.stderr is not None

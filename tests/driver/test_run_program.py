@@ -23,3 +23,10 @@ def test_a_program_that_cannot_be_watched_is_ended(monkeypatch):
     with pytest.raises(DiscoveryError, match=r"sleep cannot be watched: Too many open files\."):
         asyncio.run(run_program(["sleep", "1000"], 5.0))
     assert not alive(started[0])
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path):
+    """A notebook's folder may go while its discovery script runs: the script's own path is right."""
+    gone = str(tmp_path / "gone")
+    with pytest.raises(DiscoveryError, match=f"sh cannot be run: its working folder {gone}: No such file or directory"):
+        asyncio.run(run_program(["/bin/sh"], 5.0, name="sh", folder=gone))
