@@ -20,6 +20,7 @@ from nbelastic.driver.dependencies import Dependencies, MessageServer
 from nbelastic.driver.drained_nodes import DrainedNodes
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
 from nbelastic.driver.pod_hosts import announced_ends, returns
+from nbelastic.driver.queued_hosts import states_of
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.unanswered_hosts import UnansweredHosts
 from nbelastic.protocol import agent_messages, messages
@@ -29,8 +30,7 @@ from nbelastic.protocol.host_sources import ListedHosts
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import Settings
 from nbelastic.provision.launchers import Agent, BatchJobAgent, job_agent, tunnelled_agent
-from nbelastic.provision.pod_tunnel import PodTunnel
-from nbelastic.provision.pods import PodAgent, close_pods
+from nbelastic.provision.pods import close_pods
 from nbelastic.provision.process_agent import AdoptedAgent
 from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
@@ -146,26 +146,20 @@ class Agents:
         }
 
     async def watch_batch_jobs(self) -> None:
-        """Show the states of batch jobs whose agents have not connected yet, and announce ends of hosts, until cancelled.
-
-        The query of a failed job's state makes its agent object report the failure.
-        """
+        """Show the states of batch jobs whose agents have not connected yet, and announce ends of hosts, until cancelled."""
         nodes = DrainedNodes()
         while True:
             await asyncio.sleep(BATCH_JOB_INTERVAL)
-            shown = self._telemetry.batch_jobs
-            self._telemetry.batch_jobs = states = {
-                host: await handle.agent.state()
-                for host, handle in list(self._handles.items())
-                if isinstance(handle.agent, BatchJobAgent | PodAgent | PodTunnel)
-                and handle.peer not in self._server.heard_at
-            }
-            if states or shown:  # also unchanged ones: the reasons say for how long they have waited
-                self._changed()
             for event in announced_ends({host: handle.agent for host, handle in self._handles.items()}):
                 self._post(event)
             self._save()  # no event reports the number of a submitted batch job, or a new TCP proxy
             await self._announce_drained(nodes)
+            shown = self._telemetry.batch_jobs
+            self._telemetry.batch_jobs = states = await states_of(
+                {host: each.agent for host, each in self._handles.items() if each.peer not in self._server.heard_at}
+            )
+            if states or shown:  # also unchanged ones: the reasons say for how long they have waited
+                self._changed()
 
     async def _announce_drained(self, nodes: DrainedNodes) -> None:
         """Announce the ends of hosts whose nodes are drained. The decision on the event saves that they were announced."""

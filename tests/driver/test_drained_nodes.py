@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -75,4 +76,36 @@ def test_a_drain_is_announced_once(tmp_path, asked, monkeypatch):
 
     for folder in ("first", "next-True", "next-False"):
         (tmp_path / folder).mkdir()
+    run_story(story)
+
+
+class SlowJob(JobOfSlurm):
+    """A job in the queue of a busy controller, which answers after 20 s."""
+
+    asked = at_once = most = 0
+
+    def start(self, config):
+        """Its agent does not start."""
+
+    async def state(self):
+        SlowJob.at_once += 1
+        SlowJob.most = max(SlowJob.most, SlowJob.at_once)
+        await asyncio.sleep(20)
+        SlowJob.at_once -= 1
+        SlowJob.asked += 1
+        return "queued"
+
+
+def test_a_busy_controller_is_asked_for_several_jobs_at_a_time(tmp_path, monkeypatch):
+    """One after the other, 64 jobs would take 21 minutes: so long no end would be announced, and no number of a job saved."""
+
+    class SlowFakes(SlurmFakes):
+        def job(self, spec, _local, _settings, *, number, on_stop, **_):
+            return SlowJob(self, spec, on_stop, number)
+
+    async def story():
+        async with SlowFakes(tmp_path, ",".join(f"h{number}:1" for number in range(64))) as fakes:
+            await fakes.advance_time(170)
+            assert (SlowJob.asked, SlowJob.most) == (64, 8)
+
     run_story(story)
