@@ -76,6 +76,7 @@ class Agents:
         self._none_runs = asyncio.Event()
         self._unanswered = UnansweredHosts(settings.lease, settings.heartbeat)
         self.started_count = 0
+        self._is_save_scheduled = False
         self.tcp_proxies = ProxySet(
             ports_file(settings.run_folder), settings.driver_lease, self.expected_workers, self._tunnel_ended
         )
@@ -256,7 +257,7 @@ class Agents:
         self.started_count += 1
         handle = self._handles[spec.name] = AgentHandle(spec.name, self.started_count)
         handle.slots = spec.slots
-        self._save()  # the number first: if this driver is killed now, the next one must not use it again
+        # This begins after the decision was saved, with the number: a driver that takes over must not use that again.
         handle.launch = self._loop.create_task(self._launch(spec, handle))
 
     async def _launch(self, spec: HostSpec, handle: AgentHandle) -> None:
@@ -285,7 +286,17 @@ class Agents:
             return
         handle.agent, handle.launch = agent, None
         self._watch_end(handle, agent.process)
-        self._save()  # the agent's process outlives this driver
+        self._save_soon()  # the agent's process outlives this driver
+
+    def _save_soon(self) -> None:
+        """Save once for all agents that start in the same turn of the event loop."""
+        if not self._is_save_scheduled:
+            self._is_save_scheduled = True
+            self._loop.call_soon(self._save_now)
+
+    def _save_now(self) -> None:
+        self._is_save_scheduled = False
+        self._save()
 
     def _config(self, spec: HostSpec, local: str, handle: AgentHandle) -> dict[str, Any]:
         address, keys = self._server.address, self._keys

@@ -28,6 +28,7 @@ from nbelastic.provision.discovery import source_of
 from nbelastic.system.folder_paths import runs_folder
 from nbelastic.system.process_identity import identity, is_alive
 from nbelastic.transport.keys import Keys
+from tests.driver.fakes import DriverWithFakes, FakeAgent, run_story
 
 US = identity(os.getpid())
 
@@ -231,3 +232,29 @@ def test_the_event_log_continues(tmp_path):
     third = EventLog(path, append=True)
     assert [record.text for record in third.kept()[0]] == ["one", "two"]
     third.close()
+
+
+def test_a_start_of_many_agents_is_saved_a_few_times_but_before_each(tmp_path, monkeypatch):
+    """The next driver never uses the number of an agent again, which may still run. Two saves for each of 1,250 hosts took 7 s."""
+    folder, starts, saves = tmp_path / "run", [], []
+    start, save = FakeAgent.start, SnapshotWriter.save
+
+    def noted_start(agent, config):
+        starts.append(agent._number <= DriverSnapshot.read(folder).agents_started)
+        start(agent, config)
+
+    def noted_save(writer):
+        saves.append(len(starts))
+        save(writer)
+
+    monkeypatch.setattr(FakeAgent, "start", noted_start)
+    monkeypatch.setattr(SnapshotWriter, "save", noted_save)
+
+    async def story():
+        async with DriverWithFakes(tmp_path, ",".join(f"h{number}:1" for number in range(50))) as fakes:
+            await fakes.advance_time(1)
+            assert set(DriverSnapshot.read(folder).agents) == {f"h{number}" for number in range(50)}
+            assert len(saves) < 25
+
+    run_story(story)
+    assert starts == [True] * 50
