@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import time
@@ -257,6 +258,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
                 raise RendezvousClosedError(message.reason)
             print(f"nbelastic: {message.reason}", file=sys.stderr)
             raise SystemExit(0)
+        # The host's agent may send SIGTERM, too. While torch's agent ends the workers, that would kill them before they have saved.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise RendezvousGracefulExitError(message.reason)
 
 

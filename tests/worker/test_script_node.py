@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 
-from nbelastic.protocol import agent_messages
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+
+from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import script_events as sev
 from nbelastic.torchrun import output
 from nbelastic.torchrun.elastic_agent import ElasticAgent
@@ -43,6 +47,28 @@ def test_the_last_output_is_sent_once(tmp_path, monkeypatch):
     *outputs, left = [message for message in sent if not isinstance(message, sev.NodeReady)]
     assert [message.text for message in outputs] == ["the end\n"]
     assert left == sev.NodeLeft("a", "it has ended")
+
+
+def test_workers_have_their_time_to_save_though_a_node_is_ended_twice(tmp_path, monkeypatch):
+    """The driver ends a node by a message and by its agent's SIGTERM, which may come while torch's agent ends the workers."""
+    ended = []
+
+    def end_workers(_agent, timeout):
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.append(timeout)
+
+    monkeypatch.setattr(
+        ElasticAgent, "_invoke_run", lambda agent, _: agent._worker_group.spec.rdzv_handler.num_nodes_waiting()
+    )
+    monkeypatch.setattr(ElasticAgent, "_shutdown", end_workers)
+    node = Node({**SETTINGS, "relay": str(tmp_path)}, agent_messages.Script("job-1", "script.py", cold=True), tmp_path)
+    node._rendezvous.receive(node_messages.EndNode("job-1 stopped", error=True))
+    before = signal.signal(signal.SIGTERM, _terminate_process_handler)
+    try:
+        assert not node.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [30]
 
 
 def test_torchs_agent_may_run_in_a_thread(monkeypatch):
