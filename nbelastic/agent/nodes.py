@@ -20,13 +20,14 @@ from nbelastic.protocol import agent_messages
 from nbelastic.system.processes import is_stopped, kill_group
 
 ENTRY = ("nbelastic.torchrun.boot", "boot")  # by name: the agent must not import it
-KILL_AFTER = 5.0  # seconds between SIGTERM, which the node's workers receive, too, and SIGKILL
+KILL_AFTER = 5.0  # seconds that a node has to end, besides those in which torch's agent ends its workers
 KEPT_EXIT_CODES = 16
 
 
 class _Node:
-    def __init__(self, process: BaseProcess) -> None:
-        self.process = process
+    def __init__(self, process: BaseProcess, shutdown: float) -> None:
+        """`shutdown`: seconds between SIGTERM and SIGKILL of its workers."""
+        self.process, self.shutdown = process, shutdown
         self.kill_at = float("inf")
 
 
@@ -52,7 +53,8 @@ class Nodes:
     def start(self, order: agent_messages.StartNode, home: tuple[str, str], log_dir: str) -> None:
         """Fork a node. `home`: the address and the interface of its stores."""
         try:
-            self._nodes[order.number] = _Node(fork(lambda: self._process(order, home, log_dir)))
+            process = fork(lambda: self._process(order, home, log_dir))
+            self._nodes[order.number] = _Node(process, order.script.shutdown)
         except ForkRefusedError as error:
             with suppress(OSError):  # the disk is full: this agent has workers
                 print(f"nbelastic: {error}", file=sys.stderr, flush=True)
@@ -81,7 +83,7 @@ class Nodes:
         if kill:
             node.kill_at = 0.0
         elif node.kill_at == float("inf"):
-            node.kill_at = time.monotonic() + KILL_AFTER
+            node.kill_at = time.monotonic() + node.shutdown + KILL_AFTER
             kill_group(node.process.pid or 0, signal.SIGTERM)
 
     def check(self, now: float) -> list[agent_messages.NodeExited]:

@@ -17,7 +17,7 @@ import pytest
 
 from nbelastic.agent.fork import TRIES, ForkRefusedError, fork
 from nbelastic.agent.nodes import Nodes
-from nbelastic.protocol.agent_messages import NodeExited
+from nbelastic.protocol.agent_messages import NodeExited, Script
 from nbelastic.system.processes import is_ending, state_of
 from tests.support.full_disk import FullDisk
 from tests.support.waiting import until
@@ -214,3 +214,21 @@ def test_the_path_of_the_temporary_folder_may_be_long(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("forked\n", "")
     assert os.listdir(folder) == []
+
+
+def test_a_node_has_the_time_in_which_its_workers_may_save(monkeypatch):
+    """`shutdown_timeout` is between SIGTERM and SIGKILL of a worker: the agent kills the node, and so its workers, only after that."""
+    signals = []
+    monkeypatch.setattr("nbelastic.agent.nodes.fork", lambda _: SimpleNamespace(pid=7, exitcode=None))
+    monkeypatch.setattr("nbelastic.agent.nodes.kill_group", lambda *call: signals.append(call))
+    monkeypatch.setattr("nbelastic.agent.nodes.is_stopped", lambda _: False)
+    nodes = Nodes(mp.get_context("forkserver"), {"host": "a"})
+    nodes.start(
+        SimpleNamespace(number=5, script=Script("job-1", "train.py", shutdown=20.0)), ("127.0.0.1", "lo"), "/logs"
+    )
+    nodes.stop(5, kill=False)
+    now = time.monotonic()
+    nodes.check(now + 20.0)
+    assert signals == [(7, signal.SIGTERM)]
+    nodes.check(now + 26.0)
+    assert signals[1:] == [(7,)]
