@@ -16,13 +16,19 @@ def texts(log):
     return [record.text for record in log.kept()[0]]
 
 
+def closed_log(path, records):
+    """The log of a driver that has ended, with this many records."""
+    log = EventLog(path)
+    for number in range(records):
+        log.record(cmd.Record("test", f"record {number}"), 0.0, 0)
+    log.close()
+    return log
+
+
 def test_the_size_of_the_files_is_bounded(tmp_path, monkeypatch):
     """A full file replaces the older one, and the next driver reads both."""
     monkeypatch.setattr(event_log, "MAX_SIZE", 3000)
-    log = EventLog(tmp_path / "events.jsonl")
-    for number in range(100):
-        log.record(cmd.Record("test", f"record {number}"), 0.0, 0)
-    log.close()
+    closed_log(tmp_path / "events.jsonl", 100)
     assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "events.old"}
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 3200
     again = EventLog(tmp_path / "events.jsonl", append=True)
@@ -35,10 +41,7 @@ def test_the_size_of_the_files_is_bounded(tmp_path, monkeypatch):
 def test_the_next_driver_counts_on(tmp_path, monkeypatch):
     """More records than are in memory count: by their number, a client such as `nbelastic attach` finds the new ones."""
     monkeypatch.setattr(event_log, "EVENTS_IN_MEMORY", 5)
-    log = EventLog(tmp_path / "events.jsonl")
-    for number in range(8):
-        log.record(cmd.Record("test", f"record {number}"), 0.0, 0)
-    log.close()
+    log = closed_log(tmp_path / "events.jsonl", 8)
     again = EventLog(tmp_path / "events.jsonl", append=True)
     again.close()
     assert (texts(again), again.count) == (texts(log), log.count)
