@@ -15,7 +15,6 @@ import os
 import select
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import deque
@@ -47,6 +46,7 @@ from nbelastic.protocol.local_clusters import remove_without_driver
 from nbelastic.system import running_agents, versions
 from nbelastic.system.addresses import address_of, is_loopback
 from nbelastic.system.folder_paths import code_folder, kept_state_folder, log_file, process_folder, user_folder
+from nbelastic.system.log_line import log_line
 from nbelastic.system.ports import reserved_port
 from nbelastic.system.processes import kill_group, state_of
 from nbelastic.system.running_agents import Notice
@@ -205,7 +205,7 @@ class Agent:
             if not self._done and any(fd in ready for fd in pipe):
                 return False
             if self._protocol.must_end(max(self._link.heard_at, self._continued_at), now):
-                print(f"the driver at {self._config.driver} sends nothing any more", file=sys.stderr)
+                log_line(f"the driver at {self._config.driver} sends nothing any more")
                 return True
             self._check_end(now)
             for sentinel in ready:

@@ -5,11 +5,9 @@ A thread asks the server. On a machine whose firmware names none of these clouds
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException
@@ -19,6 +17,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from nbelastic.system.backoff import Backoff
+from nbelastic.system.log_line import log_line
 from nbelastic.system.running_agents import Notice
 
 DMI = Path("/sys/class/dmi/id")  # what the firmware says about the machine
@@ -198,10 +197,7 @@ def watch(cloud: Cloud, on_notice: Callable[[Notice], object], *, server: str | 
             event = cloud.ask(server or SERVER)
         except (OSError, HTTPException, ValueError) as error:
             if not failed:
-                with suppress(OSError):  # the disk is full: the next notice still counts
-                    print(
-                        f"nbelastic: the cloud's metadata server has no answer: {error!r}", file=sys.stderr, flush=True
-                    )
+                log_line(f"nbelastic: the cloud's metadata server has no answer: {error!r}")
             failed, pause = True, backoff.next()
         else:
             failed = False

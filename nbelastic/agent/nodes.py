@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import sys
 import time
-from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -17,6 +15,7 @@ import msgspec
 
 from nbelastic.agent.fork import ForkRefusedError, fork
 from nbelastic.protocol import agent_messages
+from nbelastic.system.log_line import log_line
 from nbelastic.system.processes import is_stopped, kill_group
 
 ENTRY = ("nbelastic.torchrun.boot", "boot")  # by name: the agent must not import it
@@ -56,8 +55,7 @@ class Nodes:
             process = fork(lambda: self._process(order, home, log_dir))
             self._nodes[order.number] = _Node(process, order.script.shutdown)
         except ForkRefusedError as error:
-            with suppress(OSError):  # the disk is full: this agent has workers
-                print(f"nbelastic: {error}", file=sys.stderr, flush=True)
+            log_line(f"nbelastic: {error}")
             self._refused.append(order.number)
 
     def _process(self, order: agent_messages.StartNode, home: tuple[str, str], log_dir: str) -> BaseProcess:

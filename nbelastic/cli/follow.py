@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from nbelastic.client.cluster import Cluster
 from nbelastic.client.job import Job
-from nbelastic.errors import ClusterStoppedError
+from nbelastic.errors import ClusterStoppedError, UsageError
 from nbelastic.notebook.status_text import StatusView, headline
 from nbelastic.protocol.output_buffer import MOST, Line
 from nbelastic.system.argument_types import check_tail
@@ -28,15 +28,18 @@ class Output:
     def __init__(self, rank: int | None = None, tail: int = TAIL, *, timestamps: bool = False) -> None:
         """`timestamps`: begin each line with its time, as `docker logs` and `kubectl logs` do."""
         check_tail(tail)
+        if rank is not None and rank < 0:
+            raise UsageError(f"rank={rank}: ranks begin at 0.")
         self._rank, self._tail, self._timestamps = rank, tail, timestamps
         self._job_name = ""
         self._has_begun = False  # the first lines of this job were printed, if there were any
+        self._has_printed = False  # a line of this job
         self._last_number = 0  # of the last line that was read
 
     def show(self, job: Job) -> None:
         """Print new lines. Print only the last lines of a job that was not shown before."""
         if job.name != self._job_name:
-            self._job_name, self._has_begun, self._last_number = job.name, False, 0
+            self._job_name, self._has_begun, self._has_printed, self._last_number = job.name, False, False, 0
         lines = [line for _, line in job.lines_since(self._last_number, most=MOST)]
         wanted = [line for line in lines if self._wants(line)]
         if self._has_begun and lines and (missing := lines[-1].number - self._last_number - len(lines)) > 0:
@@ -52,11 +55,14 @@ class Output:
         for _, line in job.unfinished_lines():
             if self._wants(line):
                 self._print(line)
+        if self._rank is not None and not self._has_printed:
+            print(f"rank {self._rank} of {job.name} has printed nothing", file=sys.stderr)
 
     def _wants(self, line: Line) -> bool:
         return self._rank in (None, line.rank)
 
     def _print(self, line: Line) -> None:
+        self._has_printed = True
         stamp = f"{_timestamp(line.time)} " if self._timestamps else ""
         label = "" if line.rank is None else f"rank {line.rank} | "
         print(f"{stamp}{label}{remove_controls(line.text)}", flush=True)

@@ -20,13 +20,12 @@ from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.fault_handling import Report, report_to_log, supervise
 from nbelastic.system.private_files import append_private, make_private, replace_private
 from nbelastic.system.process_identity import identity, is_alive, pid_of
-from nbelastic.system.processes import is_stopped, last_line, state_of
+from nbelastic.system.processes import is_stopped, last_line, last_output, state_of
 
 CODE = "from nbelastic.ipp.controller import main; main()"
 PORTS = 18  # that ipyparallel's controller listens on
 MAX_ATTEMPTS = 3  # of the first start: another process may take a port before the controller listens there
 LOWEST_PORT = 10_000
-MAX_OUTPUT = 2000  # characters of the controller's output in an error
 
 HEARTBEAT = 100  # milliseconds between two heartbeats of an engine; above 100 engines, one millisecond per engine
 EXTRA_SILENCE = (
@@ -81,6 +80,7 @@ class Supervisor:
         self._on_restart, self._on_problem = on_restart, on_problem
         self._stem = profile / "security" / f"ipcontroller-{name}"
         self._log = profile / "log" / f"ipcontroller-{name}.log"
+        self._log_begin = 0  # of the output of the newest start, in bytes
         self._state = profile / "log" / f"engines{name}.json"
         self._child: subprocess.Popen[bytes] | None = None
         self._held_ports = contextlib.ExitStack()
@@ -208,6 +208,7 @@ class Supervisor:
         location = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *self._choose_ports())
         try:
             with os.fdopen(append_private(self._log), "ab") as output:
+                self._log_begin = os.fstat(output.fileno()).st_size
                 self._child = subprocess.Popen(  # noqa: ASYNC220  (milliseconds)
                     [sys.executable, "-P", "-c", CODE, options, *location, *self._arguments],
                     stdin=subprocess.DEVNULL,
@@ -223,9 +224,8 @@ class Supervisor:
             its_end = -1
             await self._wait_for_start(ready)
             if not os.read(ready, 1):
-                raise RuntimeError(
-                    f"it ended at its start: {self._log.read_text(errors='replace')[-MAX_OUTPUT:].strip()}"
-                )
+                output_text = last_output(self._log, self._log_begin).strip()
+                raise RuntimeError(f"it ended at its start: {output_text or 'it printed nothing'}")
         finally:
             os.close(ready)
             if its_end >= 0:
@@ -252,8 +252,8 @@ class Supervisor:
         return [f"--ports={','.join(map(str, chosen))}"] if chosen else []
 
     def last_line(self) -> str:
-        """The last line of its output; empty if there is none."""
-        return last_line(self._log)
+        """The last line of its output since its newest start; empty if there is none."""
+        return last_line(self._log, self._log_begin)
 
     async def wait_for_end(self) -> None:
         """Wait until its process has ended, also if it is not a child of this process."""

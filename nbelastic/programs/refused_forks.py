@@ -12,6 +12,8 @@ import sys
 from contextlib import suppress
 from multiprocessing import forkserver
 
+from nbelastic.system.log_line import log_line
+
 # How the fork server names the descriptors of a request: the end of the second one is how the agent learns of the failure.
 _DESCRIPTORS = ("child_r", "child_w")
 
@@ -27,8 +29,7 @@ def survive_refused_forks() -> None:
             request = sys._getframe(1)
             if request.f_code is not forkserver.main.__code__:
                 raise
-            with suppress(OSError):  # the disk is full: that must not end the template
-                print(f"nbelastic: a worker cannot be forked: {error.strerror}", file=sys.stderr, flush=True)
+            log_line(f"nbelastic: a worker cannot be forked: {error.strerror}")
             for fd in (*map(request.f_locals.get, _DESCRIPTORS), *request.f_locals.get("fds", ())):
                 with suppress(OSError, TypeError):
                     os.close(fd)

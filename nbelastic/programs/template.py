@@ -21,6 +21,7 @@ from typing import NoReturn
 
 gc.disable()
 
+from nbelastic.system.log_line import log_line  # noqa: E402
 from nbelastic.system.processes import children_of, die_with_parent, kill_group  # noqa: E402
 
 
@@ -105,8 +106,7 @@ def _preload(module: str) -> str:
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001  (the worker will fail on it with its traceback)
-        print(f"nbelastic: preloading {module!r} failed:", file=sys.stderr)
-        traceback.print_exc()
+        log_line(f"nbelastic: preloading {module!r} failed:\n{traceback.format_exc().rstrip()}")
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -189,7 +189,8 @@ def _found() -> Iterator[ClusterInfo]:
             if driver:  # it is starting
                 yield ClusterInfo(name, driver, kept=False)
             else:
-                remove_dead_cluster(name)
+                with suppress(UsageError):  # no cluster has such a name: the file is another program's
+                    remove_dead_cluster(name)
             continue
         try:
             any_version, *_ = _read_any_version(folder / name)

@@ -81,9 +81,9 @@ def last_output(log: Path, begin: int = 0) -> str:
     return ""
 
 
-def last_line(log: Path) -> str:
-    """The last line of a file with output; empty if there is none."""
-    return (last_output(log).strip().splitlines() or [""])[-1]
+def last_line(log: Path, begin: int = 0) -> str:
+    """The last line of a file with output after its first `begin` bytes; empty if there is none."""
+    return (last_output(log, begin).strip().splitlines() or [""])[-1]
 
 
 def machine() -> str:

@@ -215,6 +215,15 @@ def test_a_follower_prints_new_lines_and_how_many_it_missed(start_hostless, caps
     assert lines[-1] == "rank 0 | end"
 
 
+def test_a_rank_without_lines_is_named(start_hostless, run_command):
+    """A rank that has printed nothing, or that the job does not have, is one line on stderr; a negative one is refused."""
+    cluster = start_hostless()
+    print_as_worker(cluster, cluster.run(os.getpid), 0, "first\n")
+    assert run_command("logs --rank 0") == ("rank 0 | first\n", "", 0)
+    assert run_command("logs --rank 9") == ("", "rank 9 of job-1 has printed nothing\n", 0)
+    assert run_command("logs --rank -1") == ("", "nbelastic: rank=-1: ranks begin at 0.\n", 1)
+
+
 @pytest.mark.parametrize("seconds", ["-3", "nan", "inf"])
 def test_an_invalid_timeout_of_a_stop_is_refused(start_hostless, run_command, seconds):
     """An invalid number of seconds is refused, and stops nothing."""

@@ -224,6 +224,14 @@ def test_a_stopped_driver_blocks_no_client_however_many_have_asked(clusters_fold
             connect_to_driver(folder.path, timeout=0.05)
 
 
+def test_a_file_that_is_no_clusters_lock_is_passed_over(clusters_folder):
+    """Another program's file does not keep a user from listing the clusters, and stays."""
+    strange = RunFolder("digits").lock.with_name("a b.lock")
+    strange.touch()
+    assert local_clusters.clusters() == []
+    assert strange.exists()
+
+
 def test_a_dead_cluster_of_a_user_without_a_home_is_removed(clusters_folder, monkeypatch):
     """In a container, a user may have neither `HOME` nor an entry in the list of users."""
     folder = RunFolder("digits")

@@ -83,3 +83,24 @@ def test_a_controller_that_hangs_at_its_start_is_killed(monkeypatch: pytest.Monk
     asyncio.run(story())
     assert len(processes) == 2
     assert not any(map(is_alive, processes))
+
+
+def test_a_controller_that_is_killed_does_not_show_the_error_of_an_earlier_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its log has the output of all its starts. The kernel's memory killer leaves no word."""
+
+    async def story() -> None:
+        controller = Supervisor(tmp_path, "name", 5.0, until_the_end(tmp_path))
+        for folder in ("log", "security"):
+            (tmp_path / folder).mkdir()
+        monkeypatch.setattr(supervisor, "CODE", "raise SystemExit('address in use')")
+        with pytest.raises(RuntimeError, match="at its start: address in use"):
+            await controller.restart()
+        monkeypatch.setattr(supervisor, "CODE", "import os; os.kill(os.getpid(), 9)")
+        with pytest.raises(RuntimeError, match="at its start: it printed nothing"):
+            await controller.restart()
+        assert controller.last_line() == ""
+        await controller.stop()
+
+    asyncio.run(story())
