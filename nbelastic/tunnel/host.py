@@ -119,6 +119,9 @@ def _end_earlier(config: dict[str, Any]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)  # of a batch system or an administrator, for the agent
+
+
 class _Child:
     """The agent's process, which waits for its configuration. `pid` is 0 in the child itself."""
 
@@ -179,7 +182,7 @@ class _Host:
         """Forward, and return the agent's exit code. `dial`, `key`, `name`: see `Dialer`; None: ssh is there."""
         for sig in (signal.SIGHUP, signal.SIGPIPE, signal.SIGINT):
             signal.signal(sig, signal.SIG_IGN)
-        for sig in (signal.SIGTERM, signal.SIGUSR1):  # notices, for the agent
+        for sig in NOTICES:
             signal.signal(sig, lambda number, _: os.kill(self._child.pid, number))
         dialer = Dialer(self._forwarder, dial, key, name) if dial is not None else None
         if dialer is not None:
@@ -219,6 +222,8 @@ class _Host:
             self._forwarder.send(Frame(Kind.OUTPUT, payload=text))
 
     def _on_exit(self) -> None:
+        for sig in (*NOTICES, signal.SIGALRM):  # after the wait, the agent's number may be another process's
+            signal.signal(sig, signal.SIG_IGN)
         _, status = os.waitpid(self._child.pid, 0)
         self._forwarder.unwatch(self._pidfd)
         while select.select([self._child.output], [], [], 0)[0] and (text := os.read(self._child.output, 1 << 16)):
