@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from nbelastic.driver.driver_snapshot import SavedAgent
+from nbelastic.driver.pod_hosts import returns
 from nbelastic.protocol import messages
 from nbelastic.provision.launchers import Agent
 
@@ -25,9 +27,25 @@ class AgentHandle:
         self.drain_announced = False  # that Slurm drains the node of its job: once, as a user may add the host again
         self.disconnected_at = 0.0  # when its connection ended last
         self.is_ending = False  # it was asked to end, or killed
+        self.was_killed = False
+
+    def saved(self, heard_at: float) -> SavedAgent | None:
+        """The agent for the driver snapshot; None: it has not started. `heard_at`: when its last message came; 0: none has."""
+        if self.agent is None:
+            return None
+        return SavedAgent(
+            self.number,
+            self.agent.process,
+            self.driver_address,
+            self.rehome,
+            self.agent.job,
+            returns(self.agent, self.returned),
+            bool(self.disconnected_at) and self.disconnected_at > heard_at,
+            self.drain_announced,
+        )
 
     def kill(self) -> None:
-        self.is_ending = True
+        self.is_ending = self.was_killed = True
         if self.launch is not None:
             self.launch.cancel()
         if self.agent is not None:

@@ -132,19 +132,8 @@ class Agents:
 
     def saved(self) -> dict[str, SavedAgent]:
         """The agents that run, for the driver snapshot."""
-        return {
-            host: SavedAgent(
-                *(handle.number, handle.agent.process, handle.driver_address, handle.rehome),
-                *(
-                    handle.agent.job,
-                    returns(handle.agent, handle.returned),
-                    bool(handle.disconnected_at) and handle.disconnected_at > self._heard_at(handle),
-                    handle.drain_announced,
-                ),
-            )
-            for host, handle in self._handles.items()
-            if handle.agent is not None
-        }
+        saved = {host: handle.saved(self._heard_at(handle)) for host, handle in self._handles.items()}
+        return {host: agent for host, agent in saved.items() if agent is not None}
 
     async def watch_batch_jobs(self) -> None:
         """Show the states of batch jobs whose agents have not connected yet, and announce ends of hosts, until cancelled."""
@@ -332,7 +321,7 @@ class Agents:
         if not self._running:
             self._none_runs.set()
         if self._handles.get(host) is handle:
-            self._note_end(handle)
+            self._note_end(handle, seen=not handle.was_killed)
             del self._handles[host]
             self._telemetry.host_samples.pop(host, None)
             self._server.forget(handle.peer)
@@ -392,8 +381,13 @@ class Agents:
             handle.kill()
         return handle
 
-    def _note_end(self, handle: AgentHandle) -> None:
-        """Note whether an agent on another machine has answered until its end, if it has connected. Pods and jobs end anyway."""
+    def _note_end(self, handle: AgentHandle, *, seen: bool = False) -> None:
+        """Note whether an agent on another machine has answered until its end, if it has connected. Pods and jobs end anyway.
+
+        `seen`: its end is certain.
+        """
         lives_on, heard_at = handle.driver_address and self._settings.tunnels, self._heard_at(handle)
         if lives_on and not self._settings.makes_pods and (heard_at or handle.is_adopted):
-            self._unanswered.note_end(handle.host, self._clock.silence(heard_at) if heard_at else math.inf)
+            answered = seen or (handle.is_ending and self._server.has_acknowledged(handle.peer))
+            silence = self._clock.silence(heard_at) if heard_at else math.inf
+            self._unanswered.note_end(handle.host, 0.0 if answered else silence)

@@ -25,3 +25,13 @@ class Keys(msgspec.Struct, frozen=True):
     def for_clients(self) -> Keys:
         """The keys for agents and terminals: all but the driver's secret."""
         return msgspec.structs.replace(self, server_secret="")
+
+
+class OneClientKey:
+    """The one client key that the handshake accepts (pyzmq's credentials provider)."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002  (pyzmq's signature)
+        return bytes(key) == self._key

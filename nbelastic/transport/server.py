@@ -37,7 +37,7 @@ from nbelastic.system import ports
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.fault_handling import guarded, report_to_log, supervise
 from nbelastic.transport.delivery import Delivery, number_of
-from nbelastic.transport.keys import Keys
+from nbelastic.transport.keys import Keys, OneClientKey
 from nbelastic.transport.relay import KIND, bundles, is_bundle, opened
 from nbelastic.transport.sockets import (
     BATCH,
@@ -54,16 +54,6 @@ log = logging.getLogger(__name__)
 
 WELCOME_PAUSE = 0.25  # seconds between two welcomes for one who has not said who it is
 PORTS, TRIES = 20000, 100  # the server tries so many ports from here on: see `ports.random_ports`
-
-
-class _ClientKey:
-    """The one client key that the handshake accepts (pyzmq's credentials provider)."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002  (pyzmq's signature)
-        return bytes(key) == self._key
 
 
 class Server:
@@ -113,7 +103,7 @@ class Server:
         self._context = zmq.asyncio.Context()
         self._auth = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._auth.start()
-        self._auth.configure_curve_callback(credentials_provider=_ClientKey(self._keys.client_public))
+        self._auth.configure_curve_callback(credentials_provider=OneClientKey(self._keys.client_public))
         # A plain socket, read in batches: zmq.asyncio costs five times as much, and never yields while messages wait.
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context)
         self._socket = plain.socket(zmq.ROUTER)
@@ -192,6 +182,10 @@ class Server:
         if peer not in self._deliveries:
             self._deliveries[peer] = Delivery(RETRANSMIT * self._heartbeat, self._session, time.monotonic_ns())
         return self._deliveries[peer]
+
+    def has_acknowledged(self, peer: str) -> bool:
+        """Whether the peer has received all messages for it."""
+        return peer in self._deliveries and not self._deliveries[peer].pending
 
     def forget(self, peer: str) -> None:
         """Forget a peer that will not come back."""

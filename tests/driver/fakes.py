@@ -171,6 +171,11 @@ class FakeAgent:
             asyncio.get_running_loop().call_soon(self._on_stop, "its agent ended")
 
 
+def host_of(peer: str) -> str:
+    """The host of an agent or a worker."""
+    return peer.partition("/")[2].partition("~")[0].partition("/")[0]
+
+
 class MemoryServer:
     """A message server without sockets: each message arrives in a later turn of the loop, in order."""
 
@@ -193,6 +198,9 @@ class MemoryServer:
     def send_to_all(self, peers: Iterable[str], message: messages.Message) -> None:
         for peer in peers:
             self.send(peer, message)
+
+    def has_acknowledged(self, peer: str) -> bool:
+        return host_of(peer) not in self._fakes.silent
 
     def forget(self, peer: str) -> None:
         self.heard_at.pop(peer, None)
@@ -258,6 +266,8 @@ def driver_for(settings: Settings, dependencies: Dependencies) -> Driver:
 class DriverWithFakes:
     """A driver and all that it is connected to: `async with DriverWithFakes(tmp_path, "a:2", min=2) as fakes`."""
 
+    agent = FakeAgent
+
     def __init__(self, folder: Path, hosts: str, **limits: Any) -> None:
         self.agents: dict[str, FakeAgent] = {}
         self.workers: dict[WorkerId, FakeWorker] = {}
@@ -265,6 +275,7 @@ class DriverWithFakes:
         self.controllers, self.attached, self.no_controller = 0, 0, ""  # how often one was started, and why none can be
         self.controller_stopped = False
         self.silent: set[str] = set()  # hosts whose messages the driver does not receive
+        self.busy: set[str] = set()  # hosts that receive messages, and send no heartbeats
         self.lost: set[tuple[str, type]] = set()  # a worker, and a kind of message that it never receives
         self.driver = driver_for(settings_for(folder, hosts, **limits), self._dependencies())
 
@@ -274,7 +285,7 @@ class DriverWithFakes:
         return Dependencies(
             server=self._make_server,
             locate=self.locate,
-            agent_for=lambda spec, _local, _settings, *, number, on_stop, **_: FakeAgent(self, spec, on_stop, number),
+            agent_for=lambda spec, _local, _settings, *, number, on_stop, **_: self.agent(self, spec, on_stop, number),
             controller=lambda *_, **__: FakeController(self),
             clock=lambda most: Clock(most, monotonic=loop.time, boottime=loop.time),
         )
@@ -316,14 +327,13 @@ class DriverWithFakes:
         while loop.now < end:
             loop.now = min(end, loop.now + TIME_STEP)
             for peer in self.server.heard_at:
-                if peer.partition("/")[2].partition("~")[0].partition("/")[0] not in self.silent:
+                if host_of(peer) not in self.silent | self.busy:
                     self.server.heard_at[peer] = loop.now
             await self.settle()
 
     def deliver(self, peer: str, message: messages.Message | ev.Event) -> None:
         """Send a message of this peer to the driver."""
-        host = peer.partition("/")[2].partition("~")[0].partition("/")[0]
-        if host not in self.silent:
+        if host_of(peer) not in self.silent:
             self.server.heard_at[peer] = asyncio.get_running_loop().time()
             asyncio.get_running_loop().call_soon(lambda: self.server.on_message(peer, message))
 
@@ -331,11 +341,7 @@ class DriverWithFakes:
         """Deliver a message of the driver to its receiver, if the receiver is alive."""
         role, _, name = peer.partition("/")
         receiver = self.agents.get(peer) if role == "agent" else self.workers.get(WorkerId.parse(name))
-        if (
-            receiver is not None
-            and (name, type(message)) not in self.lost
-            and name.partition("~")[0].partition("/")[0] not in self.silent
-        ):
+        if receiver is not None and (name, type(message)) not in self.lost and host_of(peer) not in self.silent:
             receiver.receive(message)
 
     def submit(self, name: str = "job-1") -> JobRun:

@@ -1,5 +1,6 @@
 """Hosts that do not answer the stop of their cluster: their agents end by themselves, some time later."""
 
+import asyncio
 import math
 
 import pytest
@@ -7,7 +8,8 @@ from msgspec.structs import replace
 
 from nbelastic.driver.driver_snapshot import SavedAgent
 from nbelastic.driver.unanswered_hosts import UnansweredHosts
-from tests.driver.fakes import DriverWithFakes, run_story
+from nbelastic.protocol import agent_messages
+from tests.driver.fakes import DriverWithFakes, FakeAgent, run_story
 from tests.driver.test_snapshot import example
 
 
@@ -75,6 +77,30 @@ def test_a_host_that_answers_again_is_not_named(tmp_path):
             fakes.silent.clear()
             await fakes.advance_time(60.0)
             assert len(fakes.workers) == 2
+        assert unanswered(fakes) == []
+
+    run_story(story)
+
+
+@pytest.mark.parametrize("seconds", [2.9, 10.0], ids=["in time", "so slowly that the driver kills it"])
+def test_an_agent_that_takes_its_time_to_end_has_answered(tmp_path, seconds):
+    """It has received the stop, and sends no heartbeats while it ends."""
+
+    class SlowAgent(FakeAgent):
+        def receive(self, message):
+            if isinstance(message, agent_messages.StopAgent):
+                self._fakes.busy.add("a")
+                asyncio.get_running_loop().call_later(seconds, self.kill)
+            else:
+                super().receive(message)
+
+    class SlowFakes(ElsewhereFakes):
+        agent = SlowAgent
+
+    async def story():
+        async with SlowFakes(tmp_path, "a:1", min=1) as fakes:
+            await fakes.advance_time(1.0)
+        assert fakes.busy
         assert unanswered(fakes) == []
 
     run_story(story)
