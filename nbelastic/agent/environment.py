@@ -66,13 +66,10 @@ class Environment:
             lock = os.open(lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
             os.utime(lock)
-        try:
-            found: dict[str, Any] = json.loads((folder / READY).read_bytes())
-        except FileNotFoundError:  # it was removed before the lock was held
-            if lock >= 0:
-                os.close(lock)
-            return None
-        return found  # the lock stays open while this process lives
+        found = contents_of(folder)  # None: also if it was removed before the lock was held
+        if found is None and lock >= 0:
+            os.close(lock)
+        return found  # the lock of a whole one stays open while this process lives
 
     def begin(self) -> None:
         """Have another process make it. `check` says how far it is."""
@@ -128,6 +125,15 @@ class Environment:
             assert self._maker.stdout is not None
             self._maker.stdout.close()
             self._maker = None
+
+
+def contents_of(folder: Path) -> dict[str, Any] | None:
+    """The `packages` and `paths` of an environment. None: there is none, or a crash of the machine has left a part of it."""
+    try:
+        found: dict[str, Any] = json.loads((folder / READY).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found
 
 
 def environments_folder() -> Path:

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nbelastic.agent.environment import READY, installed_folders, make_trusted, making_lock_of
+from nbelastic.agent.environment import READY, contents_of, installed_folders, make_trusted, making_lock_of
 from nbelastic.system.processes import die_with_parent
 
 UNUSED = 30 * 24 * 3600  # seconds after which an environment that no agent has used is removed
@@ -48,7 +48,8 @@ def main() -> None:
     folder = Path(order["folder"])
     try:
         with _alone(folder):
-            if not (folder / READY).exists():
+            if contents_of(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)
                 _make(folder, order["requirements"], order["path"])
         remove_unused(folder.parent)
     except NotMadeError as error:
@@ -99,11 +100,14 @@ def _make(folder: Path, requirements: Sequence[str], path: Sequence[str]) -> Non
         _run([*uv, "pip", "install", "--python", python, "--requirement", "-"], parent, "\n".join(requirements) + "\n")
         packages = _return_borrowed(modules)
         paths = [os.path.relpath(path, new) for path in _paths_in(new, python)]
-        (new / READY).write_text(json.dumps({"packages": packages, "paths": paths}))
+        with open(new / READY, "w") as ready:
+            json.dump({"packages": packages, "paths": paths}, ready)
+            ready.flush()
+            os.fsync(ready.fileno())
         try:
             new.rename(folder)
         except OSError:
-            if not (folder / READY).exists():
+            if contents_of(folder) is None:
                 raise
     finally:
         shutil.rmtree(parent, ignore_errors=True)

@@ -182,6 +182,7 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",  # after an error the watchdog holds its lock for four times as long
+    "NCCL_COMM_BLOCKING": "-1",  # neither 0 nor 1, which would apply to all communicators, whatever their options say
     "TORCH_DIST_USE_NCCL2": "0",  # the engine that these variables are for, and that is tested
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, in which agents read CUDA_VISIBLE_DEVICES
 }

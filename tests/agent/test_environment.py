@@ -212,6 +212,18 @@ def test_an_environment_that_was_removed_is_made_again(wheels, settings, monkeyp
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.parametrize("left", [b"", b"\0" * 20], ids=["empty", "zeros"])
+def test_an_environment_that_a_crash_of_the_machine_has_damaged_is_made_again(wheels, settings, monkeypatch, left):
+    """File systems may lose what was written last. The agent did not start."""
+    monkeypatch.setattr("nbelastic.agent.environment.forkserver.ensure_running", lambda: None)
+    environment = Environment([*wheels, "only-there"])
+    environment._folder.mkdir(parents=True)
+    (environment._folder / READY).write_bytes(left)
+    assert not environment.use()
+    assert made(environment), environment.text
+    assert environment.packages == {"only_there": "1.0"}
+
+
 def test_an_environment_that_no_one_has_used_for_long_is_removed(cache):
     """One that an agent uses stays, however old its last use."""
     old, used, new = (cache / name for name in ("old", "used", "new"))

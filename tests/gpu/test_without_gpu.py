@@ -32,6 +32,8 @@ def test_the_users_own_value_wins_only_where_it_is_harmless(monkeypatch, tmp_pat
     """What an abort needs is refused in one line; a default gives way to `env` and to the environment of the host."""
     with pytest.raises(nbe.UsageError, match="TORCH_NCCL_ENABLE_MONITORING=1: nbelastic needs 0"):
         nbe.Cluster("localhost:1", env={"TORCH_NCCL_ENABLE_MONITORING": "1"})
+    with pytest.raises(nbe.UsageError, match="NCCL_COMM_BLOCKING=1: nbelastic needs -1"):
+        nbe.Cluster("localhost:1", env={"NCCL_COMM_BLOCKING": "1"})
     with pytest.raises(nbe.UsageError, match="TORCH_NCCL_NONBLOCKING_TIMEOUT=60: whole seconds below 30"):
         nbe.Cluster("localhost:1", env={"TORCH_NCCL_NONBLOCKING_TIMEOUT": "60"})
     for name in (*NCCL_ENVIRONMENT, *NCCL_DEFAULTS):
