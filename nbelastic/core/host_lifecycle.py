@@ -87,9 +87,9 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
     for spec in specs:
         old = cluster.hosts.get(spec.name)
         same = old is not None and old.spec == _following(spec, old) and old.phase is not HostPhase.DRAINING
-        if spec.name in cluster.removed_hosts or same:
+        if spec.name in cluster.removed_hosts or same or (old is not None and old.by_hand):
             continue
-        cluster = add(cluster, spec, now, out, by="discovery", by_hand=old is not None and old.by_hand)
+        cluster = add(cluster, spec, now, out, by="discovery", by_hand=False)
     return cluster
 
 

@@ -203,6 +203,21 @@ def test_a_host_added_by_hand_is_not_discoverys_to_remove():
     assert list(story.cluster.hosts) == ["mine"]
 
 
+def test_slots_that_a_client_gave_to_a_listed_host_stay():
+    """A client gives a listed host more slots: they stay when the discovery lists another host too, and under a new driver."""
+    story = Story(min=1)
+    story.discover("a:2")
+    story.run()
+    story.add("a:4").quiet(2.0)
+    mark = story.mark()
+    story.discover("a:2", "b:1")
+    Away(story.quiet(2.0)).new_driver()
+    story.discover("a:2", "b:1")
+    story.quiet(2.0)
+    assert story.names == ["a/0#1", "a/1#1", "a/2#1", "a/3#1", "b/0#1"]
+    assert story.commands(cmd.StopWorker, mark) == []
+
+
 def test_a_host_that_kubernetes_has_ended_is_added_again_but_not_by_hand():
     """Such a host gets another pod at once, although it was removed. It stays only while the discovery lists it."""
     story = Story(min=1)
