@@ -43,6 +43,10 @@ class Clock:
             self._excused = seen + min(absence, MAX_EXCUSED)
         return seen - self.skipped
 
+    def machine_time(self, at: float) -> float:
+        """The machine's monotonic time at a time `at` since the last absence. A time of day is made from it."""
+        return at + self.skipped
+
     def silence(self, heard_at: float) -> float:
         """Seconds since the last message of a peer, which arrived at `heard_at` (monotonic).
 

@@ -167,7 +167,11 @@ class ReceivedMessages:
         """Output with the time at which it has arrived; other messages as they are."""
         if not isinstance(message, messages.WorkerOutput):
             return message
-        return replace(message, at=round(wall(self._clock.now()), 3))
+        return replace(message, at=round(self._wall(self._clock.now()), 3))
+
+    def _wall(self, at: float) -> float:
+        """The time of day at a time of the driver's clock."""
+        return wall(self._clock.machine_time(at))
 
     def _is_present_agent(self, peer: str, message: messages.Message | ev.Event) -> bool:
         """Whether its host has no other agent. One that has just connected gets the user's modules first."""
@@ -264,6 +268,7 @@ class ReceivedMessages:
         telemetry, cluster, now = self._telemetry, self._cluster(), self._clock.now()
         if message.worker not in cluster.workers or 0 < message.generation <= telemetry.last_generation:
             return  # the worker is lost, or the message belongs to the previous job
+        received_at = self._clock.machine_time(now)
         if message.commit:  # a newcomer has made none yet
             telemetry.steps[message.worker] = message.commit
         self._stall_detector.note_commits(message.generation, message.commit, now)
@@ -272,9 +277,9 @@ class ReceivedMessages:
         if message.copies is not None and message.generation == cluster.generation:
             if cluster.has_world:
                 telemetry.add_world(message.generation, cluster.members)
-            telemetry.add_copies(message.worker, message.generation, message.copies, now, is_rank_0=is_rank_0)
+            telemetry.add_copies(message.worker, message.generation, message.copies, received_at, is_rank_0=is_rank_0)
         if message.checkpoint is not None and is_rank_0:
-            telemetry.add_checkpoint(message.checkpoint, now)
+            telemetry.add_checkpoint(message.checkpoint, received_at)
         if message.replica is not None and message.replica.generation == cluster.generation:
             self._compare(message.worker, message.replica)
         if message.own is not None and message.own.generation == cluster.generation:
@@ -317,9 +322,9 @@ class ReceivedMessages:
         cluster = self._cluster()
         if not cluster.has_world or w not in cluster.member_set:
             return
-        self._telemetry.step_times.add(w, cluster.members, own.generation, own.own, wall(now))
+        self._telemetry.step_times.add(w, cluster.members, own.generation, own.own, self._wall(now))
         if text := self._telemetry.slow_ranks.add(w, cluster.members, own, now):
-            since = time.strftime("%H:%M", time.localtime(wall(self._telemetry.slow_ranks.since(w))))
+            since = time.strftime("%H:%M", time.localtime(self._wall(self._telemetry.slow_ranks.since(w))))
             text = f"{rank_text(cluster, w)} {text}, since {since}"
             self._record(cmd.Record("rank-slow", text, host=w.host, worker=str(w), generation=cluster.generation))
 
@@ -327,7 +332,7 @@ class ReceivedMessages:
         """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""
         report, cluster = numbers(values), self._cluster()
         diverged = self._telemetry.add_report(report)
-        place = commit, wall(self._clock.now()), cluster.generation, len(cluster.members)
+        place = commit, self._wall(self._clock.now()), cluster.generation, len(cluster.members)
         self._telemetry.history.add(place, {name: value for name, value in report.items() if name != "total"})
         for name in diverged:
             text = f"{name} is no longer a finite number: rank 0 reported this at commit {commit}"

@@ -48,7 +48,7 @@ class HostSample(Struct, frozen=True):
 
 
 class WholeCommit(Struct, frozen=True):
-    """The newest whole commit of a sharded model. `made_at`: by the driver's clock; `seconds`: that copying took."""
+    """The newest whole commit of a sharded model. `made_at`: by the machine's monotonic clock; `seconds`: that copying took."""
 
     generation: int
     commit: int
@@ -57,7 +57,7 @@ class WholeCommit(Struct, frozen=True):
 
 
 class NewestCheckpoint(Struct, frozen=True):
-    """The newest checkpoint. `commit`: None: there is none yet. `made_at`: by the driver's clock. `size`: bytes."""
+    """The newest checkpoint. `commit`: None: there is none yet. `made_at`: by the machine's monotonic clock. `size`: bytes."""
 
     every: int
     commit: int | None = None

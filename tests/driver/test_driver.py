@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from nbelastic.core.state import HostPhase
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.driver.request_answers import ready_workers
 from nbelastic.driver.snapshot_writer import SnapshotWriter
-from nbelastic.protocol import agent_messages, worker_messages
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.requests import FindController
@@ -137,6 +138,36 @@ def test_a_recovery_that_is_reported_late_is_in_the_event_log(tmp_path: Path) ->
             await fakes.settle()
             texts = [event.text for event in fakes.driver.event_log.kept()[0] if event.kind == "state-recovered"]
             assert texts == [f"world of 2 continues from commit 1 (copies of {lost})"]
+
+    run_story(story)
+
+
+def test_times_of_day_are_right_after_the_driver_was_stopped(tmp_path: Path) -> None:
+    """The driver's process is stopped for 10 minutes: the times of output, reports and checkpoints are right before and after it."""
+
+    async def story() -> None:
+        async with training(tmp_path, "a:1", min=1) as fakes:
+            driver, w = fakes.driver, fakes.driver.cluster.members[0]
+            now, generation = asyncio.get_running_loop().time, driver.cluster.generation
+
+            async def shown(commit: int) -> list[float]:
+                found = worker_messages.Checkpoint(1, commit, age=4.0)
+                report = worker_messages.WorkerProgress(w, generation, commit, {"loss": 0.5}, checkpoint=found)
+                printed = messages.WorkerOutput(w, "out", "x\n", 2 * commit, "job-1", 0)
+                for message in (report, printed):
+                    fakes.deliver(f"worker/{w}", message)
+                await fakes.settle()
+                ((_, line),) = driver.runs["job-1"].output.since(commit - 1, most=1)
+                row = driver.telemetry.history.since("", 0).rows[-1]
+                return [line.time, row[1], driver.status.checkpoint.made_at + 4.0]
+
+            first, began = await shown(1), now()
+            asyncio.get_running_loop().now += 600.0
+            driver.post(ev.Ticked())
+            await fakes.settle()
+            assert driver.status.checkpoint.made_at + 4.0 == pytest.approx(first[2], abs=0.6)
+            second = await shown(2)
+            assert [b - a for a, b in zip(first, second, strict=True)] == pytest.approx([now() - began] * 3, abs=0.6)
 
     run_story(story)
 
