@@ -66,6 +66,8 @@ class Driver:
         self._run_folder = run_folder
         self._snapshot_writer = snapshot_writer
         self._clock = dependencies.clock(settings.heartbeat + MAX_CHECK_DELAY)
+        if snapshot_writer.previous is not None:
+            self._clock.skipped = snapshot_writer.previous.skipped
         self.event_log = EventLog(settings.log_dir / EVENTS, append=snapshot_writer.previous is not None)
         self.telemetry = Telemetry(log_dir=str(settings.log_dir))
         self.internal_errors = InternalErrors(settings.name, self.record)
@@ -231,6 +233,7 @@ class Driver:
         """Save from now on. During a takeover, the previous driver's snapshot must stay: this driver may be killed, too."""
         self._snapshot_writer.start_saving(
             cluster=lambda: self.cluster,
+            clock=self._clock,
             settings=self.settings,
             address=self._server.address,
             keys=self._keys,

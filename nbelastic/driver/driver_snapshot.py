@@ -90,6 +90,7 @@ class DriverSnapshot(msgspec.Struct, frozen=True):
     slots: int = 0
     running: str = ""
     code: tuple[str, ...] = ()  # versions of the user's modules, the newest last
+    skipped: float = 0.0  # seconds by which the driver's clock was behind the monotonic one: that of the saved times
 
     @staticmethod
     def read(folder: Path) -> DriverSnapshot:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from nbelastic.core.cluster_snapshot import Saved, SavedCluster, is_saved, snapshot_of
 from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
+from nbelastic.driver.clock import Clock
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
 from nbelastic.driver.engines import Engines
 from nbelastic.driver.job_run import JobRun
@@ -61,6 +62,7 @@ class SnapshotWriter:
         self,
         *,
         cluster: Callable[[], ClusterState],
+        clock: Clock,
         settings: Settings,
         address: str,
         keys: Keys,
@@ -68,7 +70,8 @@ class SnapshotWriter:
         engines: Engines,
     ) -> None:
         """Save from now on, as the driver that listens at `address`."""
-        self._cluster, self._settings, self._agents, self._engines = cluster, settings, agents, engines
+        self._cluster, self._clock = cluster, clock
+        self._settings, self._agents, self._engines = settings, agents, engines
         self._address, self._keys = address, keys
         self._is_saving = True
 
@@ -145,6 +148,7 @@ class SnapshotWriter:
             slots=sum(host.spec.slots for host in cluster.hosts),
             running="" if job is None or is_over else job.name,
             code=self.code,
+            skipped=self._clock.skipped,
         )
 
     def save_telemetry(self, telemetry: Telemetry, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from functools import partial
@@ -14,21 +15,24 @@ from nbelastic.client.saved_arguments import arguments_to_attach, saved_argument
 from nbelastic.core import commands as cmd
 from nbelastic.core.cluster_snapshot import snapshot_of
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
+from nbelastic.driver.driver import Driver
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent, SavedJob
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.snapshot_writer import OUTPUT, SnapshotWriter
 from nbelastic.errors import UsageError
+from nbelastic.protocol import events as ev
 from nbelastic.protocol import local_clusters
 from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.local_clusters import SNAPSHOT_FILE, claim_name, clusters, find_run_folder
 from nbelastic.protocol.messages import WorkerOutput
 from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.protocol.worker_messages import Leave
 from nbelastic.provision.discovery import source_of
 from nbelastic.system.folder_paths import runs_folder
 from nbelastic.system.process_identity import identity, is_alive
 from nbelastic.transport.keys import Keys
-from tests.driver.fakes import DriverWithFakes, FakeAgent, run_story
+from tests.driver.fakes import DriverWithFakes, FakeAgent, run_story, training
 
 US = identity(os.getpid())
 
@@ -258,3 +262,27 @@ def test_a_start_of_many_agents_is_saved_a_few_times_but_before_each(tmp_path, m
 
     run_story(story)
     assert starts == [True] * 50
+
+
+def test_an_announced_end_is_as_far_for_the_next_driver(tmp_path):
+    """The driver's process was stopped for 10 minutes, then a host's end was announced: the next driver ends it no earlier."""
+    left = []
+
+    async def story():
+        async with training(tmp_path, "a:1,b:1", min=1) as fakes:
+            asyncio.get_running_loop().now += 600.0
+            fakes.lost.add(("b/0#1", Leave))  # it makes no commit meanwhile
+            fakes.driver.post(ev.HostRemoved("b", by="the cloud", within=120.0))
+            await fakes.settle()
+            previous = DriverSnapshot.read(tmp_path / "run")
+            after = Driver(
+                fakes.driver.settings,
+                RunFolder("fake"),
+                SnapshotWriter(RunFolder("fake"), {}, previous),
+                fakes._dependencies(),
+            )
+            left.append(previous.cluster.ending["b"].at - after._clock.now())
+            after.event_log.close()
+
+    run_story(story)
+    assert left == [pytest.approx(120.0, abs=1.0)]
