@@ -257,7 +257,7 @@ async def poll_discovery(
                 if last_failure:
                     on_recovery(f"host discovery answers again, after {time.monotonic() - failing_since:.0f} s")
                     last_failure, failing_since = "", 0.0
-                if hosts != last_hosts:
+                if last_hosts is None or {*hosts} != {*last_hosts}:  # a script may print a set, in any order
                     last_hosts = hosts
                     on_change(hosts)
             await asyncio.sleep(pause)

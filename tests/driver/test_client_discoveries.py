@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from contextlib import suppress
 
 import pytest
 
 import nbelastic as nbe
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
+from nbelastic.provision import discovery
 from tests.driver.raw_client import in_driver
 from tests.support import driver_thread
 from tests.support.waiting import until, until_async
@@ -26,6 +29,37 @@ class UserDiscovery:
         if self.fails:
             raise RuntimeError("no network")
         return self.found
+
+
+class ShuffledDiscovery:
+    """A discovery that lists two hosts in another order each time, as a script does that prints a set; the fifth list has one."""
+
+    polls = 0
+
+    async def hosts(self):
+        self.polls += 1
+        hosts = [HostSpec("a", 1), HostSpec("b", 1)]
+        return hosts[: 1 if self.polls == 5 else 2][:: -1 if self.polls % 2 else 1]
+
+
+def test_the_same_hosts_in_another_order_are_no_change(monkeypatch):
+    """Only another set of hosts is passed on: each list that is, is a line in the event log."""
+    monkeypatch.setattr(discovery, "POLL", 0.0)
+    changes: list[set[str]] = []
+
+    async def poll():
+        polled = discovery.poll_discovery(
+            ShuffledDiscovery(), lambda hosts: changes.append({host.name for host in hosts}), print, print
+        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                task = asyncio.create_task(polled)
+                await until_async(lambda: len(changes) >= 3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(poll())
+    assert changes[:3] == [{"a", "b"}, {"a"}, {"a", "b"}]
 
 
 def test_a_discovery_in_a_kernel(start_hostless):
