@@ -66,7 +66,7 @@ def leave_halt(cluster: ClusterState) -> ClusterState:
     if halt == Halt():
         return cluster
     cells = halt.cells[1:] if halt.running or halt.ended else halt.cells
-    return replace(cluster, halt=Halt(cells, halt.swap, halt.paused_by))
+    return replace(cluster, halt=Halt(cells, halt.swap, halt.paused_by, halt.steps))
 
 
 def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
@@ -115,7 +115,7 @@ def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Comman
         return cluster
     job = replace(job, succeeded=job.succeeded | {w})
     cluster = with_worker(
-        replace(cluster, job=job, halt=replace(cluster.halt, cells=(), swap=0, paused_by="", steps_to=0)),
+        replace(cluster, job=job, halt=replace(cluster.halt, cells=(), swap=0, paused_by="", steps=0, steps_to=0)),
         replace(cluster.workers[w], state=WorkerState.SUCCEEDED),
     )
     match cluster.stage:

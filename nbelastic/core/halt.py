@@ -23,6 +23,7 @@ class Halt(Struct, frozen=True):
     cells: tuple[CommitCell, ...] = ()  # that have not ended, in order; only the first one may run
     swap: int = 0  # the program that is to replace the present one; 0: none
     paused_by: str = ""  # the client that has paused the training; empty: it is not paused
+    steps: int = 0  # that the paused training makes once it stands still
     steps_to: int = 0  # commit of this generation up to which the paused training runs; 0: none
     asked: bool = False  # the members were asked for their commits in order to halt, not to leave
     commit: int = 0  # of this generation, at which the members stop

@@ -53,7 +53,7 @@ def pause(cluster: ClusterState, by: str, out: Commands) -> ClusterState:
     if cluster.active is None:
         return cluster
     if halt.paused_by:  # a training that makes steps is asked to stop earlier
-        cluster = replace(cluster, halt=replace(halt, steps_to=0))
+        cluster = replace(cluster, halt=replace(halt, steps=0, steps_to=0))
         is_far = halt.steps_to and cluster.stage is Stage.HALTED and cluster.awaiting
         return generation_end.cancel_next(cluster, out) if is_far else cluster
     out.append(cmd.Record("paused", f"the training was paused by {by}", generation=cluster.generation))
@@ -64,17 +64,15 @@ def resume(cluster: ClusterState, by: str, out: Commands) -> ClusterState:
     if not cluster.halt.paused_by:
         return cluster
     out.append(cmd.Record("resumed", f"the training was resumed by {by}", generation=cluster.generation))
-    return replace(cluster, halt=replace(cluster.halt, paused_by="", steps_to=0))
+    return replace(cluster, halt=replace(cluster.halt, paused_by="", steps=0, steps_to=0))
 
 
 def run_steps(cluster: ClusterState, event: ev.StepsRequested, out: Commands) -> ClusterState:
-    """Train on for so many commits, and pause again. If it is not paused, pause it."""
+    """Train on for so many commits after the next halt, and pause again. If it is not paused, pause it."""
     halt = cluster.halt
     if not halt.paused_by:
         return pause(cluster, event.by, out)
-    if not cluster.stands_still:
-        return cluster
-    return replace(cluster, halt=replace(halt, steps_to=halt.commit + event.steps))
+    return replace(cluster, halt=replace(halt, steps=halt.steps + event.steps))
 
 
 # ---- from training to the halt, and back ----
@@ -125,6 +123,9 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         cluster = begun
     if halt.swap:
         return swaps.begin(cluster, now, out)
+    if halt.paused_by and halt.steps:
+        halt = replace(cluster.halt, steps=0, steps_to=max(halt.commit, halt.steps_to) + halt.steps)
+        cluster = replace(cluster, halt=halt)
     if halt.paused_by and halt.steps_to > halt.commit:
         return progress(halt_at(cluster, halt.steps_to, out), now, out)
     if halt.paused_by:

@@ -133,7 +133,7 @@ def is_paused(cluster: ClusterState) -> str | None:
     """The outcome of a pause."""
     if not cluster.halt.paused_by:
         raise UsageError("the training has ended, or was resumed, before it came to the next commit.")
-    is_over = cluster.phase == "paused" and not cluster.halt.steps_to
+    is_over = cluster.phase == "paused" and not (cluster.halt.steps or cluster.halt.steps_to)
     return f"paused at commit {cluster.halt.commit}" if is_over else None
 
 

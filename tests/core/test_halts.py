@@ -243,9 +243,21 @@ def test_steps_wait_for_the_cell_that_runs():
     """They were not made when the request came: its client waits for them."""
     story = cell(halted())
     story.send(ev.StepsRequested(3, "you"))
-    assert story.cluster.halt.steps_to == 7
+    assert story.cluster.halt.steps == 3
     story.answer()
     assert (story.cluster.phase, story.cluster.halt.commit, story.cluster.halt.steps_to) == ("paused", 7, 0)
+
+
+def test_steps_wait_for_the_halt_of_the_next_world():
+    """A worker of a paused job dies. Steps that are requested before the next world stands still are made after that."""
+    story = halted(min=2)
+    story.kill("c/0#1")
+    assert not story.cluster.stands_still
+    mark = story.mark()
+    story.send(ev.StepsRequested(3, "you"))
+    story.quiet(60.0)
+    first, last = (halt.commit for halt in story.commands(cmd.HaltAt, mark))
+    assert (story.cluster.phase, last - first) == ("paused", 3)
 
 
 def test_a_halt_that_nobody_wants_any_more_is_cancelled():
