@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import logging
 import multiprocessing as mp
@@ -55,12 +56,22 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as at an interpreter's end
         atexit._run_exitfuncs()  # a fork of multiprocessing ends without
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        _flush_files()
     # Torch would have it wait for the other workers of this node: without end if they are stopped, and if it is killed meanwhile,
     # torch's event blocks the node that ends the wait.
     os._exit(0)
+
+
+def _flush_files() -> None:
+    """Write what open files still buffer, as at an interpreter's end: a fork of multiprocessing ends without."""
+    for kinds in (
+        io.TextIOWrapper,
+        (io.BufferedWriter, io.BufferedRandom),
+    ):  # a file of text has one of the others below it
+        for file in gc.get_objects():
+            if issubclass(type(file), kinds):
+                with contextlib.suppress(OSError, ValueError):
+                    file.flush()
 
 
 def _run(target: str, module: bool, arguments: Iterable[str]) -> None:

@@ -1,0 +1,41 @@
+"""A script in a fork of the template: what it may do as in a new interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FORK = """
+import multiprocessing as mp, os, sys
+from nbelastic.torchrun.forked_script import run_script
+fork = mp.get_context("fork").Process(target=run_script, args=(sys.argv[1], False, tuple(os.environ)))
+fork.start()
+fork.join()
+sys.exit(fork.exitcode)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run the lines of a script in a fork, in this test's folder; return what it has printed as errors."""
+
+    def run(*lines: str, code: int = 0) -> str:
+        Path(tmp_path / "script.py").write_text("\n".join(lines))
+        command = (sys.executable, "-c", FORK, str(tmp_path / "script.py"))
+        done = subprocess.run(command, cwd=tmp_path, stderr=-1, text=True, timeout=20, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("exit(3)", 3), ("1 / 0", 1)])
+def test_files_that_a_script_leaves_open(run, tmp_path, end, code):
+    """A log that a script never closes has its last lines, however the script ends."""
+    names = ("text", "w"), ("bytes", "wb"), ("both", "w+b")
+    opened = [f"{name} = open({name!r}, {mode!r}); {name}.write({'b' * ('b' in mode)}'last')" for name, mode in names]
+    run(*opened, "def main(): global text, bytes, both", end, code=code)
+    assert [(tmp_path / name).read_text() for name, _ in names] == ["last"] * 3
