@@ -76,12 +76,29 @@ def _flush_files() -> None:
 
 def _run(target: str, module: bool, arguments: Iterable[str]) -> None:
     sys.argv = [target, *arguments]
+    _keep_main()
     if module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
         runpy.run_path(target, run_name="__main__")
+
+
+def _keep_main() -> None:
+    """Let the next module that runpy runs stay `__main__`: threads and exit handlers of a script may pickle its classes."""
+    runner: Any = runpy
+    temporary = runner._TempModule
+
+    class Kept(temporary):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            runner._TempModule = temporary  # for scripts that the script runs
+            return super().__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            """Do not restore the template's module."""
+
+    runner._TempModule = Kept
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -39,3 +39,20 @@ def test_files_that_a_script_leaves_open(run, tmp_path, end, code):
     opened = [f"{name} = open({name!r}, {mode!r}); {name}.write({'b' * ('b' in mode)}'last')" for name, mode in names]
     run(*opened, "def main(): global text, bytes, both", end, code=code)
     assert [(tmp_path / name).read_text() for name, _ in names] == ["last"] * 3
+
+
+def test_a_script_ends_before_its_threads(run, tmp_path):
+    """A thread that saves while the script has already ended can pickle the script's classes, as can an exit handler."""
+    (tmp_path / "other.py").write_text("assert __name__ == '__main__'")
+    run(
+        "import atexit, pickle, runpy, threading",
+        "class Config: pass",
+        "runpy.run_path('other.py', run_name='__main__')",
+        "def save(name):",
+        "    if name == 'thread': threading.main_thread().join()",
+        "    pickle.dump(Config(), open(name, 'wb'))",
+        "atexit.register(save, 'at exit')",
+        "threading.Thread(target=save, args=('thread',)).start()",
+    )
+    assert b"Config" in (tmp_path / "thread").read_bytes()
+    assert b"Config" in (tmp_path / "at exit").read_bytes()
