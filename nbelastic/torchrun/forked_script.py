@@ -21,7 +21,7 @@ from multiprocessing import connection
 from typing import Any
 
 from nbelastic.system.processes import kill_group
-from nbelastic.torchrun.tracebacks import user_traceback
+from nbelastic.torchrun.tracebacks import user_frames, user_traceback
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Variables that torch's agent and the rendezvous set, besides those that begin with TORCHELASTIC_
@@ -51,7 +51,7 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except Exception as error:
-        sys.stderr.write(user_traceback("".join(traceback.format_exception(error))))
+        _print_exception(error)
         raise
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as at an interpreter's end
@@ -60,6 +60,17 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
     # Torch would have it wait for the other workers of this node: without end if they are stopped, and if it is killed meanwhile,
     # torch's event blocks the node that ends the wait.
     os._exit(0)
+
+
+def _print_exception(error: Exception) -> None:
+    """Print it as a new interpreter does: with the hook that the script has set, if any. Some report there that it has failed."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.stderr.write(user_traceback("".join(traceback.format_exception(error))))
+        return
+    try:
+        sys.excepthook(type(error), error, user_frames(error.__traceback__))
+    except Exception:  # noqa: BLE001  (as an interpreter does)
+        traceback.print_exc()
 
 
 def _flush_files() -> None:
@@ -90,7 +101,7 @@ def _keep_main() -> None:
     runner: Any = runpy
     temporary = runner._TempModule
 
-    class Kept(temporary):  # type: ignore[misc]
+    class Kept(runner._TempModule):  # type: ignore[misc]
         def __enter__(self) -> Any:
             runner._TempModule = temporary  # for scripts that the script runs
             return super().__enter__()
@@ -128,6 +139,7 @@ def _reset_process(variables: tuple[str, ...]) -> None:
         if not name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     _drop_exit_handlers()
+    sys.excepthook = sys.__excepthook__
     mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`

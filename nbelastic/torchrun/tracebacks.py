@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+from types import TracebackType
 
 MOST = 20_000  # characters of a traceback in a message
 MOST_OF_A_LINE = 500  # characters of an error's first line
@@ -23,6 +24,13 @@ def user_traceback(text: str) -> str:
             kept.append(line)
     text = "".join(kept)
     return text if len(text) <= MOST else f"{text[: MOST // 2]}\n…\n{text[-MOST // 2 :]}"
+
+
+def user_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_RUNNERS):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def first_line(text: str) -> str:

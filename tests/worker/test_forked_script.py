@@ -56,3 +56,16 @@ def test_a_script_ends_before_its_threads(run, tmp_path):
     )
     assert b"Config" in (tmp_path / "thread").read_bytes()
     assert b"Config" in (tmp_path / "at exit").read_bytes()
+
+
+def test_a_scripts_own_hook_for_exceptions(run):
+    """The hook that a script has set prints its exception, from the script's first frame on. Some services count runs as failed there."""
+    hook = "sys.excepthook = lambda kind, error, frames: print(kind.__name__, frames.tb_frame.f_code.co_name, file=sys.stderr)"
+    assert run("import sys", hook, "1 / 0", code=1).splitlines()[0] == "ZeroDivisionError <module>"
+
+
+def test_a_hook_for_exceptions_that_fails(run):
+    """A hook that raises hides neither its own error nor the script's, whose exit code remains."""
+    printed = run("import sys", "sys.excepthook = lambda *_: open('missing')", "1 / 0", code=1)
+    assert "FileNotFoundError" in printed
+    assert "ZeroDivisionError" in printed
