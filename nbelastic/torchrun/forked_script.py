@@ -8,6 +8,7 @@ import gc
 import io
 import logging
 import multiprocessing as mp
+import multiprocessing.process
 import multiprocessing.util
 import os
 import runpy
@@ -140,6 +141,9 @@ def _reset_process(variables: tuple[str, ...]) -> None:
             del os.environ[name]
     _drop_exit_handlers()
     sys.excepthook = sys.__excepthook__
+    process: Any = mp.current_process()  # some scripts set up logging, for example, in the main process only
+    process.name, process._identity = "MainProcess", ()
+    vars(multiprocessing.process)["_parent_process"] = None
     mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`

@@ -69,3 +69,11 @@ def test_a_hook_for_exceptions_that_fails(run):
     printed = run("import sys", "sys.excepthook = lambda *_: open('missing')", "1 / 0", code=1)
     assert "FileNotFoundError" in printed
     assert "ZeroDivisionError" in printed
+
+
+def test_a_script_is_the_main_process(run):
+    """For multiprocessing, a script runs in the main process, and its processes are that one's children."""
+    show = "def show(): print(mp.current_process().name, getattr(mp.parent_process(), 'name', None), file=sys.stderr, flush=True)"
+    child = "mp.get_context('fork').Process(target=show).start()"
+    printed = run("import multiprocessing as mp, sys", show, "show()", child)
+    assert printed.splitlines() == ["MainProcess None", "ForkProcess-1 MainProcess"]
