@@ -16,7 +16,7 @@ import msgspec
 from nbelastic.agent.fork import ForkRefusedError, fork
 from nbelastic.protocol import agent_messages
 from nbelastic.system.log_line import log_line
-from nbelastic.system.processes import is_stopped, kill_group
+from nbelastic.system.processes import is_stopped, kill_group, kill_with_children
 
 ENTRY = ("nbelastic.torchrun.boot", "boot")  # by name: the agent must not import it
 KILL_AFTER = 5.0  # seconds that a node has to end, besides those in which torch's agent ends its workers
@@ -92,7 +92,7 @@ class Nodes:
         for number, node in list(self._nodes.items()):
             pid = node.process.pid or 0
             if now >= node.kill_at or is_stopped(pid):
-                kill_group(pid)
+                kill_with_children(pid)
             if node.process.exitcode is not None:
                 self.ended = {**dict(list(self.ended.items())[1 - KEPT_EXIT_CODES :]), number: node.process.exitcode}
                 ended.append(agent_messages.NodeExited(self._common["host"], number, node.process.exitcode))
@@ -103,6 +103,6 @@ class Nodes:
     def close(self) -> None:
         """Kill all nodes, with their workers."""
         for node in self._nodes.values():
-            kill_group(node.process.pid or 0)
+            kill_with_children(node.process.pid or 0)
         for node in self._nodes.values():
             node.process.join(KILL_AFTER)

@@ -27,9 +27,12 @@ from nbelastic.system.processes import children_of, die_with_parent, kill_group 
 
 def _end(*_: object) -> None:
     """The agent has died: kill the workers and the processes that they started. Only their parent knows the workers."""
-    for pid in children_of(os.getpid()):
+    children = children_of(os.getpid())
+    of_nodes = children_of(*children)  # new interpreters of a script, each in a group of its own
+    for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # a new fork leads no process group yet
+    for pid in (*children, *of_nodes):
         kill_group(pid)
     os._exit(1)
 

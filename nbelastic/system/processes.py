@@ -39,10 +39,10 @@ def is_ending(pid: int) -> bool:
     return state in "XZ" or bool(int(fields[5]) & _PF_EXITING)
 
 
-def children_of(pid: int) -> list[int]:
-    """The pids of the child processes of `pid`, zombies included."""
+def children_of(*parents: int) -> list[int]:
+    """The pids of the child processes of `parents`, zombies included."""
     pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
-    return [child for child in pids if stat_of(child)[1:2] == [str(pid)]]
+    return [child for child in pids if stat_of(child)[1:2] in [[str(pid)] for pid in parents]]
 
 
 def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:
@@ -61,6 +61,12 @@ def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
         os.killpg(pid, sig)
     except (ProcessLookupError, PermissionError):
         return
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill the process group that `pid` leads, and those that its children lead: nothing else would end them."""
+    for each in (pid, *children_of(pid)):
+        kill_group(each)
 
 
 def disown(child: subprocess.Popen[bytes]) -> None:

@@ -221,6 +221,7 @@ def test_a_node_has_the_time_in_which_its_workers_may_save(monkeypatch):
     signals = []
     monkeypatch.setattr("nbelastic.agent.nodes.fork", lambda _: SimpleNamespace(pid=7, exitcode=None))
     monkeypatch.setattr("nbelastic.agent.nodes.kill_group", lambda *call: signals.append(call))
+    monkeypatch.setattr("nbelastic.agent.nodes.kill_with_children", lambda *call: signals.append(call))
     monkeypatch.setattr("nbelastic.agent.nodes.is_stopped", lambda _: False)
     nodes = Nodes(mp.get_context("forkserver"), {"host": "a"})
     nodes.start(
@@ -232,3 +233,23 @@ def test_a_node_has_the_time_in_which_its_workers_may_save(monkeypatch):
     assert signals == [(7, signal.SIGTERM)]
     nodes.check(now + 26.0)
     assert signals[1:] == [(7,)]
+
+
+@pytest.mark.parametrize("how", ["stop", "close"])
+def test_a_killed_node_leaves_no_worker(monkeypatch, how):
+    """With `--cold` and `--no-python` torch starts each worker in a session of its own: the worker is killed with its node."""
+    code = (
+        "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, start_new_session=True) as node:
+        worker = int(node.stdout.readline())
+        process = SimpleNamespace(pid=node.pid, exitcode=None, join=lambda _: None)
+        monkeypatch.setattr("nbelastic.agent.nodes.fork", lambda _: process)
+        nodes = Nodes(mp.get_context("forkserver"), {"host": "a"})
+        nodes.start(SimpleNamespace(number=5, script=Script("job-1", "train.py")), ("127.0.0.1", "lo"), "/logs")
+        if how == "stop":
+            nodes.stop(5, kill=True)
+            nodes.check(time.monotonic())
+        else:
+            nodes.close()
+    until(lambda: state_of(worker) in "XZ", what="the worker's end")
