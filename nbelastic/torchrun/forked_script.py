@@ -139,6 +139,7 @@ def _reset_process(variables: tuple[str, ...]) -> None:
     for name in set(os.environ) - set(variables) - set(WORKER_VARIABLES):
         if not name.startswith("TORCHELASTIC_"):
             del os.environ[name]
+    use_threads()
     _drop_exit_handlers()
     sys.excepthook = sys.__excepthook__
     process: Any = mp.current_process()  # some scripts set up logging, for example, in the main process only
@@ -147,6 +148,13 @@ def _reset_process(variables: tuple[str, ...]) -> None:
     mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`
+
+
+def use_threads() -> None:
+    """Use as many threads as OMP_NUM_THREADS says. Torch has read the template's when it was imported there."""
+    torch, count = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and count.isdecimal() and int(count) and "MKL_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(int(count))
 
 
 def _drop_exit_handlers() -> None:

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from nbelastic.torchrun.forked_script import use_threads
 
 FORK = """
 import multiprocessing as mp, os, sys
@@ -77,3 +80,16 @@ def test_a_script_is_the_main_process(run):
     child = "mp.get_context('fork').Process(target=show).start()"
     printed = run("import multiprocessing as mp, sys", show, "show()", child)
     assert printed.splitlines() == ["MainProcess None", "ForkProcess-1 MainProcess"]
+
+
+def test_the_number_of_threads_that_is_set_for_a_script(monkeypatch):
+    """`env={"OMP_NUM_THREADS": …}` of a script holds in forks too, though torch was imported before. Other text is ignored."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    try:
+        for text in (str(before + 1), "", "0", "4,2"):
+            monkeypatch.setenv("OMP_NUM_THREADS", text)
+            use_threads()
+            assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
