@@ -76,10 +76,8 @@ def _print_exception(error: Exception) -> None:
 
 def _flush_files() -> None:
     """Write what open files still buffer, as at an interpreter's end: a fork of multiprocessing ends without."""
-    for kinds in (
-        io.TextIOWrapper,
-        (io.BufferedWriter, io.BufferedRandom),
-    ):  # a file of text has one of the others below it
+    binary = io.BufferedWriter, io.BufferedRandom
+    for kinds in ((io.TextIOWrapper,), binary):  # in this order: a file of text writes to a binary one
         for file in gc.get_objects():
             if issubclass(type(file), kinds):
                 with contextlib.suppress(OSError, ValueError):
