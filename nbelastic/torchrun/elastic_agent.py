@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import events as ev
@@ -105,6 +106,7 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._note_ends_without_value()
+        self._set_aside_unreadable_error_files()
         result = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._send(sev.NodeFailed(self._host, self._round, self._failures(result)))
@@ -119,6 +121,16 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
         for local_rank, process in enumerate(forks.processes):
             if process.exitcode == 0 and context._ret_vals[local_rank].empty():
                 context._return_values.setdefault(local_rank, None)
+
+    def _set_aside_unreadable_error_files(self) -> None:
+        """Rename error files that torch's agent cannot read, as after a full disk: it would end by that, and no failure counted."""
+        for local_rank, code in self._exit_codes().items():
+            path = self._logs.error_files[local_rank]
+            if code:
+                try:
+                    ProcessFailure(local_rank, 0, code, str(path))
+                except Exception:  # noqa: BLE001  (whatever torch stumbles over; it logs that)
+                    path.rename(path.with_suffix(".unreadable"))
 
     def _exit_barrier(self) -> None:
         self._send(sev.NodeSucceeded(self._host, self._round))
@@ -153,8 +165,9 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
             else:
                 error, text = message["message"], message["extraInfo"]["py_callstack"]
         except (OSError, ValueError, KeyError, TypeError):  # the worker left no error file, or one in another format
-            if code > 0:
-                text = _last_traceback(path.with_name(path.name.replace(".error.json", ".err")))
+            pass
+        if code > 0 and not text:
+            text = _last_traceback(path.with_name(path.name.replace(".error.json", ".err")))
         return sev.Failure(first_rank + local_rank, local_rank, code, first_line(error), user_traceback(text), ago)
 
 

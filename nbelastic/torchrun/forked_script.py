@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import io
+import json
 import logging
 import multiprocessing as mp
 import multiprocessing.process
@@ -15,12 +16,14 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Iterable
 from multiprocessing import connection
 from typing import Any
 
+from nbelastic.protocol.exit_codes import exit_text
 from nbelastic.system.processes import kill_group
 from nbelastic.torchrun.tracebacks import user_frames, user_traceback
 
@@ -38,8 +41,8 @@ INTERRUPTED = 130
 def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments: str) -> None:
     """Run the script or module, and end this process. `variables`: names of the environment of a new process, besides torch's.
 
-    SystemExit with the exit code of a new process, unless it is 0. Exceptions are printed and raised to torch, which writes them
-    into the error file.
+    SystemExit with the exit code of a new process, unless it is 0; the error file has that. Exceptions are printed and raised to
+    torch, which writes them into the error file.
     """
     os.setsid()  # a process group, so that all that the script starts can be killed with it
     _end_with_agent()
@@ -48,6 +51,7 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
         _run(target, module, arguments)
     except SystemExit as end:
         if code := _exit_code(end):
+            _write_error_file(f"{exit_text(code)}: {end.code}" if isinstance(end.code, str) else exit_text(code))
             raise SystemExit(code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
@@ -117,6 +121,13 @@ def _exit_code(end: SystemExit) -> int:
         return int(end.code or 0)
     print(end.code, file=sys.stderr)
     return 1
+
+
+def _write_error_file(message: str) -> None:
+    """Write an error file as torch reads it, unless there is one. Its time tells who has failed first: others fail because of it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)  # the script may have removed it
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+        json.dump({"message": message, "timestamp": int(time.time())}, file)
 
 
 def _end_with_agent() -> None:

@@ -103,7 +103,7 @@ def test_the_error_of_the_first_rank_that_fails(pair, tmp_path, cold):
     [
         ("exit=3", "exit code 3"),
         ("leave=4", "exit code 4"),
-        ("exit=sorry", "exit code 1"),
+        ("exit=sorry", "exit code 1: sorry"),
         ("exit=", ""),
         ("leave=0", ""),
     ],

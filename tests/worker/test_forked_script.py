@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nbelastic.torchrun.forked_script import use_threads
 
@@ -93,3 +95,17 @@ def test_the_number_of_threads_that_is_set_for_a_script(monkeypatch):
             assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "error"), [("3", 3, "exit code 3"), ("'no data'", 1, "exit code 1: no data"), ("0", 0, "")]
+)
+def test_an_exit_code_is_in_the_error_file(run, tmp_path, monkeypatch, end, code, error):
+    """Its time tells that this rank has failed first. The others, which have lost it, also write one."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    run(f"raise SystemExit({end})", code=code)
+    assert (tmp_path / "error.json").exists() == bool(error)
+    if error:
+        failure = ProcessFailure(0, 1, code, str(tmp_path / "error.json"))
+        assert failure.message == error
+        assert abs(failure.timestamp - time.time()) < 60

@@ -9,7 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import script_events as sev
@@ -69,6 +73,23 @@ def test_workers_have_their_time_to_save_though_a_node_is_ended_twice(tmp_path, 
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended == [30]
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", '{"message": {}}', '{"message": "no", "timestamp": "soon"}'])
+def test_an_error_file_that_torch_cannot_read_is_set_aside(tmp_path, monkeypatch, left):
+    """The disk was full when a worker wrote it: the worker has failed, and torch's agent goes on."""
+    path = tmp_path / "a-0-1.error.json"
+    path.write_text(left)
+    agent = object.__new__(ElasticAgent)
+    agent._logs = SimpleNamespace(error_files={0: path})
+    agent._pcontext = SimpleNamespace(_pc=SimpleNamespace(processes=[SimpleNamespace(exitcode=1)]))
+    monkeypatch.setattr(
+        LocalElasticAgent,
+        "_monitor_workers",
+        lambda *_: ProcessFailure(0, 1, 1, str(path)) and RunResult(WorkerState.HEALTHY),
+    )
+    agent._monitor_workers(None)
+    assert (tmp_path / "a-0-1.error.unreadable").read_text() == left
 
 
 def test_torchs_agent_may_run_in_a_thread(monkeypatch):
