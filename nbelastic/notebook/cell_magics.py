@@ -49,7 +49,7 @@ class CellMagics(ClusterMagics):
         if cell is not None:
             self._run_cell(options, cell)
             return
-        if any(value not in (None, False) for value in vars(options).values()):
+        if any(value is not None and value is not False for value in vars(options).values()):
             raise UsageError("options need a cell: write %%elastic_px above it.")
         self._show_dashboard()
 

@@ -35,7 +35,8 @@ SCRIPT_OPTIONS = (
 def script_options(options: Namespace) -> dict[str, Any]:
     """The options that were given, as arguments of `Cluster.run_script`."""
     names = [max(each.names, key=len).lstrip("-").replace("-", "_") for each in SCRIPT_OPTIONS]
-    given = {name: vars(options)[name] for name in names if vars(options)[name] not in (None, False)}
+    values = {name: vars(options)[name] for name in names}
+    given = {name: value for name, value in values.items() if value is not None and value is not False}  # 0 is given
     if "env" in given:
         given["env"] = dict(split_pair("--env", text) for text in given["env"])
     return given

@@ -57,6 +57,14 @@ def test_a_script_runs_with_its_options(ip, magics, cluster):
     assert (cluster.job.options, cluster.job.waited) == ({"module": True, "cold": True}, [None])
 
 
+def test_an_option_with_the_value_zero_is_given(ip, magics, cluster):
+    """`--shutdown-timeout 0` reaches the script as torchrun's does. It is not taken for an option that was left out."""
+    ip.run_line_magic("elastic_run", "--shutdown-timeout 0 --exit-barrier-timeout 0 --nproc 0 train.py")
+    assert cluster.job.options == {"shutdown_timeout": 0, "exit_barrier_timeout": 0, "nproc": 0}
+    with pytest.raises(UsageError, match="options need a cell"):
+        ip.run_line_magic("elastic", "--limit 0")
+
+
 @pytest.mark.parametrize(
     ("line", "cell", "message"),
     [
