@@ -98,13 +98,14 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
         check_options(launcher, settings.launcher_options)
         check_time_limit(settings.launcher_options, settings.limits.timeouts.successor)
     given["slots"] = default_slots
+    given["log_dir"] = Path(given["log_dir"]).expanduser() if given["log_dir"] is not None else None
     return Configuration(
         settings=settings,
         arguments=saved_arguments(given, source),
         discovery=discovery if isinstance(source, ClientDiscovery) and not isinstance(discovery, str) else None,
         default_slots=default_slots,
         slots_follow_gpus=slots is None,
-        log_dir=Path(given["log_dir"]) if given["log_dir"] is not None else None,
+        log_dir=given["log_dir"],
         is_kept=given["keep"],
     )
 

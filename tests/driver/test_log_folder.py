@@ -68,3 +68,10 @@ def test_a_link_in_the_log_dir_is_not_followed(start_hostless, tmp_path, name):
         start_hostless()
     assert (tmp_path / "mine").read_text() == "precious\n"
     assert not RunFolder("quiet").path.exists()
+
+
+def test_a_log_dir_may_be_in_the_home_folder(clusters_folder, monkeypatch):
+    """`~` is the home folder, as in other paths: a magic's line passes no shell. A client that attaches finds the same folder."""
+    monkeypatch.setenv("HOME", "/home/me")
+    configuration = nbe.Cluster(log_dir="~/logs")._link.configuration
+    assert str(configuration.log_dir) == configuration.arguments["log_dir"] == "/home/me/logs"
