@@ -24,7 +24,7 @@ from nbelastic.client.kernel_end import close_at_kernel_end, do_not_close_at_ker
 from nbelastic.client.pickled_calls import pickle_call
 from nbelastic.client.pushed_values import push
 from nbelastic.client.script_options import ScriptOptions, script_request
-from nbelastic.client.stopping import close_cluster, detach_cluster, request_stop, stop_cluster
+from nbelastic.client.stopping import close_cluster, detach_cluster, request_stop, stop_cluster, stopped_on_error
 from nbelastic.client.submission import submit, submit_call, submit_cell, swap_call, swap_cell
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.errors import DriverLostError, HostError, UsageError
@@ -179,7 +179,8 @@ class Cluster(ClusterView):
         request_stop(self._link, by)
 
     def __enter__(self) -> Self:
-        return self if self._link.is_connected else self.start()
+        with stopped_on_error(self._link):
+            return self if self._link.is_connected else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -395,6 +396,5 @@ class Cluster(ClusterView):
         driver = self._link.running()
         if driver.died:
             raise DriverLostError(f"{driver.end_reason}; another driver takes over: try again.")
-        configuration = self._link.configuration
-        slots, follow = configuration.default_slots, configuration.slots_follow_gpus
-        driver.request(requests.DashboardAction(by, dict(message), slots, follow))
+        known = self._link.configuration
+        driver.request(requests.DashboardAction(by, dict(message), known.default_slots, known.slots_follow_gpus))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -31,6 +32,16 @@ def stop_cluster(link: DriverLink, timeout: float | None, *, by: str) -> None:
     check(fits, f"timeout={timeout}: a number of seconds, at least 0.")
     program_timeout = link.configuration.settings.limits.timeouts.stop if timeout is None else timeout
     _stop(link, program_timeout, CLOSING_TIMEOUT, by=by, kill=True)
+
+
+@contextlib.contextmanager
+def stopped_on_error(link: DriverLink) -> Iterator[None]:
+    """Stop the cluster if this block raises, or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        stop_cluster(link, None, by="hand")
+        raise
 
 
 def close_cluster(link: DriverLink) -> None:

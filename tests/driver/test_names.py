@@ -22,6 +22,7 @@ from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.system.folder_paths import batch_folder, process_folder, user_folder
 from nbelastic.system.private_sockets import bind_in, connect_in
 from tests.driver.hostless_cluster import NoHosts
+from tests.support.driver_thread import use_driver_threads
 
 
 def until_finished(cluster):
@@ -44,6 +45,15 @@ def test_a_cluster_that_others_have_stopped_can_be_started_again(start_hostless,
         cluster.execute("1")
     cluster.start(wait=False)
     assert cluster.status().phase == "waiting"
+
+
+def test_with_leaves_nothing_if_the_start_fails(clusters_folder, monkeypatch):
+    """The block does not begin, and no name may be bound to the cluster: without a stop it would run until the kernel ends."""
+    use_driver_threads(monkeypatch)
+    options = {"discovery": NoHosts(), "elastic_timeout": 0.1, "log_dir": clusters_folder / "logs"}
+    with pytest.raises(nbe.WaitTimeoutError, match="1 ready workers"), nbe.Cluster(name="digits", **options):
+        pass
+    assert nbe.Cluster.all() == []
 
 
 def test_the_name_of_a_stopped_cluster_is_free(start_hostless):
