@@ -70,7 +70,7 @@ class Job:
         """
         with ProgressLine(self._describe_progress, self._progress_line()) as progress:
             try:
-                packed = wait_for_result(self._copy.future, timeout, self._describe_wait, progress.show)
+                packed = wait_for_result(self._copy.future, timeout, self._describe_wait, lambda: self._show(progress))
             except KeyboardInterrupt as error:
                 show_in_one_line(error)
                 raise
@@ -131,6 +131,7 @@ class Job:
         try:
             with ProgressLine(self._describe_progress, self._progress_line()) as progress:
                 while not self.done():
+                    self._refuse_in_child()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(progress.interval):
                             await ended.wait()
@@ -144,6 +145,15 @@ class Job:
         """Run in the reader's thread of the connection."""
         for wake in list(self._wakers):
             wake()
+
+    def _show(self, progress: ProgressLine) -> None:
+        self._refuse_in_child()
+        progress.show()
+
+    def _refuse_in_child(self) -> None:
+        """ClusterStoppedError in a forked child, which receives no updates: the wait would never end."""
+        if self._driver.forked:
+            raise ClusterStoppedError(f"{self.name} cannot be waited for here: {self._driver.end_reason}.")
 
     def _describe_wait(self) -> str:
         return f"{self.name}: {self._driver.status.reason}"

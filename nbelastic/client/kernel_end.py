@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from typing import Protocol
 
 
@@ -36,3 +37,4 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
+os.register_at_fork(after_in_child=_clusters.clear)  # a forked child ends, too, and the clusters are not its own

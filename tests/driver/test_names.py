@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -10,11 +11,14 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 import nbelastic as nbe
+from nbelastic.client import kernel_end
 from nbelastic.client.find_driver import connect_to_driver
+from nbelastic.client.job_copy import JobCopy
 from nbelastic.driver.process import prepare
 from nbelastic.protocol import client_messages, local_clusters, run_folder
 from nbelastic.protocol.driver_start import Start
@@ -101,6 +105,39 @@ def test_a_forked_child_does_not_keep_a_detached_cluster(start_hostless):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_wait_for_a_job(start_hostless):
+    """The child, as of `multiprocessing`, has no connection and would wait without an end. It gets an error."""
+    cluster = start_hostless()
+    cluster._link.connection.jobs["job-1"] = JobCopy("job-1")
+    job = cluster.job
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        refusals = 0
+        try:
+            for wait in (job.result, lambda: asyncio.run(job._await_end())):
+                with pytest.raises(nbe.ClusterStoppedError, match="job-1 cannot be waited for here"):
+                    wait()
+                refusals += 1
+        finally:
+            os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+
+
+def test_the_end_of_a_forked_child_closes_no_cluster():
+    """The child may end while the kernel replaces a dead driver: to close the cluster then would kill its workers."""
+    closed = []
+    cluster = SimpleNamespace(name="digits", close=lambda: closed.append("digits"))
+    kernel_end.close_at_kernel_end(cluster)
+    pid = os.fork()
+    if pid == 0:
+        kernel_end._close_all()
+        os._exit(len(closed))
+    kernel_end.do_not_close_at_kernel_end(cluster)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 ORPHAN = """

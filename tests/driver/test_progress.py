@@ -70,6 +70,8 @@ class LostTerminal(Terminal):
 class FakeDriver:
     """A driver whose cluster goes through `story`, one status per query; `end` ends the job with the last one."""
 
+    forked = False
+
     def __init__(self, story, end):
         self._story, self._end = list(story), end
 
