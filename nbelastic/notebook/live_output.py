@@ -112,6 +112,8 @@ class LiveOutput:
         for worker in heads[chosen]:
             self._waiting[worker].popleft()
         self._counts[chosen] -= len(heads[chosen])
+        if not self._counts[chosen]:
+            del self._counts[chosen]  # a cell may print millions of different lines
         return Shown(heads[chosen], kind, text)
 
 

@@ -101,3 +101,12 @@ def test_nested_progress_bars_are_live_below_one_another(output):
     assert live(output, 3.0) == [("a", "outer 1/2")]
     output.add("a", "err", "\router 2/2\n", now=3.0)
     assert [one.text.strip() for one in output.take_rest()] == ["outer 2/2"]
+
+
+def test_lines_that_were_shown_are_forgotten(output):
+    """A cell that prints for days costs the notebook no memory."""
+    for number in range(100):
+        output.add("a", "out", f"line {number}\n", now=1.0)
+        output.add("b", "out", f"line {number}\n", now=1.0)
+    assert len(lines(output.take(1.0))) == 100
+    assert not output._counts
