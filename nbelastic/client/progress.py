@@ -9,7 +9,10 @@ import re
 import shutil
 import sys
 import time
+import unicodedata
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Self, TextIO
 
 from nbelastic.client.notebook_line import NotebookLine, in_notebook
@@ -89,7 +92,10 @@ def _number(value: float | str) -> str:
 def fit(text: str, columns: int) -> str:
     """Cut the text to one line of a terminal, without colours. The last column stays free, as a character there may begin a new line."""
     plain = "".join(c if c.isprintable() else " " for c in _COLOURS.sub("", text))
-    return plain if len(plain) < columns else f"{plain[: max(0, columns - 2)].rstrip(' ·')}…"
+    ends = list(accumulate(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in plain))
+    if not ends or ends[-1] < columns:
+        return plain
+    return f"{plain[: bisect_right(ends, columns - 2)].rstrip(' ·')}…"
 
 
 def terminal() -> TextIO | None:
