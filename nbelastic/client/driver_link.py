@@ -139,11 +139,11 @@ class DriverLink:
             if not isinstance(request, requests.REPEATABLE):
                 raise
         else:
-            pass_pieces()
             return answer
         finally:
             if cancel:
                 future.cancel()
+            pass_pieces()  # also what came just before an error or Ctrl-C
         remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
         return self.ask(request, remaining, what, cancel=cancel, on_pieces=on_pieces)
 
