@@ -10,6 +10,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 MOST_OBJECTS = 10_000  # that are searched for imports
+FEW = 100  # values of a list or dict that is searched: a long one is data
 # Text in a string can look like an import. Then a module of the user's own may be sent that no code needs.
 _IMPORT = re.compile(
     r"(?:^|[;:])[^\S\n]*(?:from[^\S\n]+([\w.]+)[^\S\n]+import\b|import[^\S\n]+([^;:#\n]+))", re.MULTILINE
@@ -64,6 +65,10 @@ def _codes(function: Any) -> Iterator[CodeType]:
                 pending += [one.fget, one.fset]
             case _ if type(one).__module__ == "__main__":
                 pending.append(type(one))
+            case _ if type(one) in (tuple, list) and len(one) <= FEW:  # also the arguments of a call
+                pending += one
+            case _ if type(one) is dict and len(one) <= FEW:
+                pending += one.values()
 
 
 def _names(code: CodeType) -> set[str]:

@@ -331,7 +331,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(folder):
 
 
 def test_names_in_a_function():
-    """Of a notebook's function, of those that it uses, of their classes and closures."""
+    """Of a notebook's function, of its arguments, of those that it uses, of their classes and closures."""
     namespace = {"__name__": "__main__"}
     source = """
 import functools
@@ -355,6 +355,9 @@ program = outer(3)
     exec(source, namespace)
     assert names_in_function(partial(print, namespace["program"])) == {"nbe_one", "nbe_two", "nbe_three"}
     assert names_in_function(os.path.join) == set()
+    call = partial(print, len, (namespace["helper"],), {})  # as `cluster.run(len, helper)` makes it
+    assert names_in_function(call) == {"nbe_one", "nbe_two"}
+    assert names_in_function(partial(print, {"build": [namespace["helper"]]})) == {"nbe_one", "nbe_two"}
 
 
 def test_what_gitignore_says_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
