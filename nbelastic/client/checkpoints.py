@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from numbers import Integral
 
 from nbelastic.errors import UsageError
 from nbelastic.system.argument_types import PATH, check_kind
@@ -20,9 +21,9 @@ def checkpoint_plan(folder: str | os.PathLike[str] | None, every: int | None, ke
         return None
     check_kind("checkpoint", folder, PATH)
     for name, number in (("checkpoint_every", every), ("checkpoint_keep", keep)):
-        if number is not None and (not isinstance(number, int) or number < 1):
+        if number is not None and (not isinstance(number, Integral) or number < 1):
             raise UsageError(f"{name}={number!r}: a whole number, at least 1.")
     path = os.path.abspath(os.path.expanduser(folder)) if os.fspath(folder) else ""
     if not path or (os.path.exists(path) and not os.path.isdir(path)):
         raise UsageError(f"checkpoint={os.fspath(folder)!r} is not a folder.")
-    return path, EVERY if every is None else every, KEEP if keep is None else keep
+    return path, EVERY if every is None else int(every), KEEP if keep is None else int(keep)

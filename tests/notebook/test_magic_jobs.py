@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from IPython.core.error import UsageError as IPythonUsageError
 from magic_output import output_of
@@ -110,6 +111,7 @@ def test_workers_get_absolute_checkpoint_folders(monkeypatch, tmp_path):
     assert checkpoint_plan(None, None, None) is None
     assert checkpoint_plan("here", None, None) == (str(tmp_path / "here"), 100, 3)
     assert checkpoint_plan(Path("~/here"), 7, 1) == ("/home/me/here", 7, 1)
+    assert checkpoint_plan(Path("~/here"), np.int64(7), np.int32(1)) == ("/home/me/here", 7, 1)
 
 
 def test_a_failed_job_shows_only_the_remote_traceback(ip, magics, cluster, capsys):
