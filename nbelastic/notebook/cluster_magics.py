@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics
@@ -42,5 +43,5 @@ class ClusterMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         return bool(variable)
 
     def _check_variable(self, name: str | None) -> None:
-        if name is not None and not name.isidentifier():
+        if name is not None and (not name.isidentifier() or keyword.iskeyword(name)):
             raise UsageError(f"{name!r} is not a valid variable name.")

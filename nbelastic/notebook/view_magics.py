@@ -44,6 +44,8 @@ class ViewMagics(ClusterMagics):
     )
     def elastic_logs(self, options: Namespace) -> None:
         """Print what the workers of the current or last job have printed."""
+        if options.rank is not None and options.worker is not None:
+            raise UsageError("give RANK or --worker, not both.")
         text = self._job().logs(rank=options.rank, worker=options.worker, tail=options.tail).rstrip("\n")
         if not self._keep(options.out_variable, text):
             print(text)

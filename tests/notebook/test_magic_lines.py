@@ -98,6 +98,8 @@ def test_lists_have_blanks_or_commas(ip, magics, cluster, blank):
         ("%%elastic_px --rank 0,x\ny", "argument --rank: invalid int value: 'x'; %elastic_px? shows the options."),
         ("%elastic_add ,", "argument NEW: expected at least one argument; %elastic_add? shows the options."),
         ("%elastic_status --out 1x", "'1x' is not a valid variable name."),
+        ("%elastic_status --out in", "'in' is not a valid variable name."),
+        ("%elastic_logs 0 --worker localhost/1#1", "give RANK or --worker, not both."),
         ("%%elastic_px --out 1x\ny", "'1x' is not a valid variable name."),
     ],
 )
