@@ -190,8 +190,8 @@ class Job:
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
 
-        A progress bar is shown in its newest state. A line without an end comes last. UsageError: an unknown rank, or a
-        `tail` that is negative or not a whole number.
+        A progress bar is shown in its newest state. A line without an end comes last. UsageError: an unknown rank or
+        worker, or a `tail` that is negative or not a whole number.
         """
         check_tail(tail)
         return "\n".join(self._lines(rank, worker, tail))
@@ -223,6 +223,8 @@ class Job:
             if not 0 <= rank < len(members):
                 raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
             worker = str(members[rank])
+        elif worker not in {None, *map(str, self._copy.output.lines), *(row.id for row in self._driver.status.workers)}:
+            raise UsageError(f"there is no worker {worker!r}, and none of that name has printed anything in {self.name}.")
         is_single = worker is not None
         output = self._copy.output
         for w in sorted(output.lines):

@@ -124,7 +124,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _write_error_file(message: str) -> None:
-    """Write an error file as torch reads it, unless there is one. Its time tells who has failed first: others fail because of it."""
+    """Write an error file as torch reads it, unless there is one. By its time the first failure is found: others fail because of it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)  # the script may have removed it
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
         json.dump({"message": message, "timestamp": int(time.time())}, file)

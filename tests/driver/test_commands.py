@@ -124,6 +124,8 @@ def test_logs_are_in_order_of_arrival(start_hostless, run_command):
     assert run_command("logs --tail -1")[1] == "nbelastic: tail=-1: give the number of newest lines to show.\n"
     with pytest.raises(nbe.UsageError, match="tail=-1"):
         job.logs(tail=-1)
+    with pytest.raises(nbe.UsageError, match="no worker 'b/7#1', and none of that name has printed"):
+        job.logs(worker="b/7#1")
 
 
 def test_logs_begin_with_times_if_asked(start_hostless, run_command):

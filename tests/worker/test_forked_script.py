@@ -101,7 +101,7 @@ def test_the_number_of_threads_that_is_set_for_a_script(monkeypatch):
     ("end", "code", "error"), [("3", 3, "exit code 3"), ("'no data'", 1, "exit code 1: no data"), ("0", 0, "")]
 )
 def test_an_exit_code_is_in_the_error_file(run, tmp_path, monkeypatch, end, code, error):
-    """Its time tells that this rank has failed first. The others, which have lost it, also write one."""
+    """By its time the rank that has failed first is found. The others, which have lost it, also write one."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     run(f"raise SystemExit({end})", code=code)
     assert (tmp_path / "error.json").exists() == bool(error)
