@@ -224,7 +224,9 @@ class Job:
                 raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
             worker = str(members[rank])
         elif worker not in {None, *map(str, self._copy.output.lines), *(row.id for row in self._driver.status.workers)}:
-            raise UsageError(f"there is no worker {worker!r}, and none of that name has printed anything in {self.name}.")
+            raise UsageError(
+                f"there is no worker {worker!r}, and none of that name has printed anything in {self.name}."
+            )
         is_single = worker is not None
         output = self._copy.output
         for w in sorted(output.lines):

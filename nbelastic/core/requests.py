@@ -63,7 +63,7 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     name, by = event.name, event.by or "discovery"
     host = cluster.hosts.get(name)
     if host is None:
-        return cluster
+        return host_lifecycle.forget_end(cluster, name)
     if event.within is not None:
         saves_after = max(event.within - cluster.limits.timeouts.checkpoint, event.within / 2)
         ending = Ending(now + event.within, now + saves_after, by=by)

@@ -148,8 +148,8 @@ class ReceivedMessages:
                 if isinstance(message, worker_messages.ResultPiece):
                     self._state_pulls.receive_piece(message)
             case messages.WorkerOutput():
+                self._publish()  # soon; not after the next line, which fails on a full disk
                 self._jobs.receive(self._stamped(message))
-                self._publish()
             case cell_messages.CellResult() | cell_messages.CellPiece() | cell_messages.StatePulled():
                 self._handle_cell_message(message)
             case code_messages.FetchCode() | code_messages.CodeStored():

@@ -269,3 +269,14 @@ def test_a_host_whose_end_is_not_known_has_its_successor():
     story.quiet(1.0).commit(3).quiet(2.0).commit(3).quiet(1.0)
     assert sorted(w.host for w in story.cluster.members) == ["a", "b.2"]
     assert story.records("host-removed") == ["b will leave at the next commit, by a test"]
+
+
+def test_a_lost_host_that_has_a_successor_is_no_work_for_a_cluster_that_stops():
+    """The host and its successor are gone, and so is its announced end: no deadline is in the past."""
+    story = with_stage(Stage.RUNNING, min=2)
+    story.lose_host("c")
+    story.remove("c", within=600.0, replaced=True)
+    assert "c" in story.cluster.ending
+    story.send(ev.StopRequested("the test", 100.0))
+    story.wait(20.0)
+    assert "c" not in story.cluster.ending
