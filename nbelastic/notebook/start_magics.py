@@ -33,7 +33,6 @@ class StartMagics(ClusterMagics):
     )
     def elastic_start(self, options: Namespace) -> None:
         """Start a cluster of workers, on this machine or on --hosts, and show its dashboard."""
-        self._close_cluster()
         self._check_variable(options.cluster_variable)
         if options.lease is not None and not options.keep:
             raise UsageError("--lease has no effect without --keep.")
@@ -43,7 +42,9 @@ class StartMagics(ClusterMagics):
         is_hidden = given.pop("no_dashboard")
         variable = given.pop("cluster_variable", None)
         hosts = ",".join(given.pop("hosts", ())) or None
-        self.cluster = self.create(hosts, **cluster_arguments(given))
+        cluster = self.create(hosts, **cluster_arguments(given))
+        self._close_cluster()  # which kills what a lost one has left: not before all options are right
+        self.cluster = cluster
         close_ended(self.cluster)
         self._keep(variable, self.cluster)
         if not is_hidden:

@@ -113,6 +113,16 @@ def test_stopping_without_a_cluster_is_allowed(ip, magics, capsys):
     assert output_of(ip, capsys, "%elastic_stop") == "No cluster is running."
 
 
+def test_a_wrong_option_ends_no_lost_cluster(ip, cluster, capsys):
+    """`%elastic_attach` can still take it over."""
+    cluster.died = True
+    cluster.update(phase="finished", reason="its driver was lost")
+    assert output_of(ip, capsys, "%elastic_start --lease 60") == "UsageError: --lease has no effect without --keep."
+    assert ("close",) not in cluster.calls
+    ip.run_line_magic("elastic_start", "--hosts localhost:2")
+    assert ("close",) in cluster.calls
+
+
 def test_a_start_that_times_out_leaves_the_cluster(ip, capsys):
     """The error names what is missing; the user can add hosts to the cluster, or stop it."""
 
