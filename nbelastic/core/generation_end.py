@@ -12,7 +12,7 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.halt import Halt
 from nbelastic.core.persistent import EMPTY, PersistentSet
 from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState, with_members, with_worker, without
-from nbelastic.core.state_holders import state_lives
+from nbelastic.core.state_holders import state_may_live
 from nbelastic.protocol.ids import WorkerId
 
 
@@ -137,7 +137,7 @@ def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Comman
 def member_left(cluster: ClusterState, worker: Worker, now: float, out: Commands) -> ClusterState:
     """A member has left its generation. The job fails if no worker holds the training state any more."""
     cluster = with_worker(cluster, worker)
-    if worker.has_state or state_lives(cluster):
+    if worker.has_state or state_may_live(cluster):
         return cluster
     why = f"the state's transfer to {worker.id} broke off halfway; no worker is left that holds the training state"
     return jobs.end(cluster, "failed", why, now, out)

@@ -12,7 +12,7 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import free_slot, workers_on
 from nbelastic.core.persistent import PersistentSet
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, with_members, without
-from nbelastic.core.state_holders import state_lives
+from nbelastic.core.state_holders import state_lives, state_may_live
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import GPU_LOST, HUNG, exit_text
 from nbelastic.protocol.ids import WorkerId
@@ -129,7 +129,7 @@ def remove_from_job(
         return jobs.finish(cluster, now, out)
     if job.succeeded:
         return generation_end.finish_after_success(cluster, job, why, now, out)
-    if not state_lives(cluster):
+    if not state_may_live(cluster):
         return _fail_without_state(cluster, why, now, out)
     return cluster if cluster.stage is Stage.GATHERING else generation_end.break_generation(cluster, why, now, out)
 

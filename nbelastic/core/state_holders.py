@@ -41,6 +41,12 @@ def state_lives(cluster: ClusterState, without: Collection[WorkerId] = ()) -> bo
     return any(w not in without for w in holders(cluster))
 
 
+def state_may_live(cluster: ClusterState) -> bool:
+    """The same, or a member of a generation that forms may just have received it: its report is awaited."""
+    waits = cluster.stage in (Stage.GATHERING, Stage.FORMING) and any(w in cluster.awaiting for w in cluster.members)
+    return state_lives(cluster) or waits
+
+
 def alone_holds_state(cluster: ClusterState, w: WorkerId) -> bool:
     """Whether the job's training state would be lost with the worker."""
     return cluster.workers[w].has_state and not state_lives(cluster, (w,))

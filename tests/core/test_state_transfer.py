@@ -20,6 +20,30 @@ def test_a_death_while_syncing_leaves_the_state_where_it_was():
     assert order.members.index(wid("b/0#1")) in order.receivers
 
 
+def last_holder_dies_while_forming(*, received: bool) -> Story:
+    """The only member with the state dies when the newcomer has received it, or not, and has not reported yet."""
+    story = Story("a:1", min=1, cooldown=(0.0, 0.0)).run().commit(7)
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
+    assert (story.cluster.stage, len(story.cluster.members)) == (Stage.FORMING, 2)
+    story.fakes[wid("b/0#1")].holds = received
+    story.kill("a/0#1").quiet(30.0)
+    return story
+
+
+def test_a_newcomer_that_has_just_received_the_state_holds_it():
+    """Its report comes after the death of the last holder: the training goes on from there."""
+    story = last_holder_dies_while_forming(received=True)
+    assert story.cluster.job.outcome == "", story.reason
+    assert story.cluster.stage is Stage.RUNNING
+
+
+def test_the_state_is_lost_with_a_holder_whose_newcomer_has_received_a_part():
+    """The job fails as soon as the newcomer says so."""
+    story = last_holder_dies_while_forming(received=False)
+    assert story.cluster.job.outcome == "failed"
+    assert "no worker is left that holds the training state" in story.cluster.job.reason
+
+
 def test_the_newest_commit_wins_and_all_others_receive():
     """The survivor with the newest commit is root; a worker that changed tensors since its commit is not."""
     story = Story("a:4", min=1).run().commit(5)
