@@ -84,7 +84,7 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     run_folder = RunFolder(name)
     default_slots = slots or _default_slots(given)
     if hosts is None and discovery is None and _makes_hosts(given):
-        hosts = _host_names(given["min"] if given["max"] is None else given["max"], given["spares"], default_slots)
+        hosts = _host_names(given["min"] if given["max"] is None else given["max"] + given["spares"], default_slots)
     source = source_of(discovery, hosts, slots, default_slots)
     settings = _settings(given, run_folder, source)
     settings.check()
@@ -127,9 +127,9 @@ def _default_slots(given: Mapping[str, Any]) -> int:
     return 1 if given["launcher"] == KUBERNETES else gpus_of(given["launcher_options"] or {}) or 1
 
 
-def _host_names(workers: int, spares: int, slots: int) -> list[str]:
+def _host_names(workers: int, slots: int) -> list[str]:
     """Names of batch jobs or pods that together have slots for so many workers."""
-    return [f"s{number}" for number in range(-(-max(1, workers + spares) // slots))]
+    return [f"s{number}" for number in range(-(-max(1, workers) // slots))]
 
 
 def configure_again(name: str, log_dir: str, arguments: Mapping[str, Any]) -> Configuration:

@@ -95,6 +95,7 @@ def test_a_cluster_checks_the_time_limit():
     [
         ({"min": 2, "max": 3}, ["s0:1", "s1:1", "s2:1"]),
         ({"min": 2}, ["s0:1", "s1:1"]),
+        ({"min": 2, "spares": 3}, ["s0:1", "s1:1"]),
         ({"min": 2, "max": 6, "spares": 1, "slots": 4}, ["s0:4", "s1:4"]),
         ({"min": 2, "max": 8, "launcher_options": {"gres": "gpu:4"}}, ["s0:4", "s1:4"]),
         ({"hosts": "a:2,b", "launcher_options": {"gres": "gpu:4"}}, ["a:2", "b:4"]),
@@ -106,6 +107,6 @@ def test_a_cluster_checks_the_time_limit():
     ids=str,
 )
 def test_jobs_that_nobody_named(given, hosts):
-    """There are as many as the greatest world needs. A batch job has a slot for each GPU that it asks for; else it is one."""
+    """There are as many as the greatest world and its spares need. A batch job has a slot for each GPU that it asks for; else it is one."""
     cluster = nbe.Cluster(**{"launcher": "slurm", **given})
     assert cluster._link.configuration.arguments["hosts"] == hosts
