@@ -1,4 +1,4 @@
-"""External nodes: `torchrun --rdzv-backend=nbelastic --rdzv-endpoint=<cluster file>` joins the cluster from a terminal."""
+"""External nodes: `torchrun --rdzv-backend=nbelastic --rdzv-endpoint=<connection file>` joins the cluster from a terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HANDSHAKE_TIMEOUT = 10.0  # seconds that the driver may take to answer
 def create(params: RendezvousParameters) -> ExternalRendezvous:
     """The rendezvous handler of an external node, in the cluster of `params.endpoint`. RendezvousConnectionError.
 
-    Options in `--rdzv-conf`: `join_timeout` (seconds, 600); `keys` (a cluster file, if the endpoint is host:port);
+    Options in `--rdzv-conf`: `join_timeout` (seconds, 600); `keys` (a connection file, if the endpoint is host:port);
     `spare=0` (leave at once if the cluster is full); `nproc` and `role` (unless torchrun itself runs the node).
     """
     try:

@@ -37,13 +37,13 @@ def read(path: str | Path) -> ClusterFile:
         with open(path, "rb") as file:
             mode, data = os.fstat(file.fileno()).st_mode, file.read()
     except OSError as error:
-        raise UsageError(f"the cluster file {path} cannot be read: {error.strerror}.") from None
+        raise UsageError(f"the connection file {path} cannot be read: {error.strerror}.") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise UsageError(f"the cluster file {path} can be read by others, and holds keys: chmod 600 it.")
+        raise UsageError(f"the connection file {path} can be read by others, and holds keys: chmod 600 it.")
     try:
         return msgspec.json.decode(data, type=ClusterFile)
     except DECODE_ERRORS as error:
-        raise UsageError(f"{path} is not a cluster file: {error}.") from None
+        raise UsageError(f"{path} is not a connection file: {error}.") from None
 
 
 def find(endpoint: str, keys: str = "") -> ClusterFile:
@@ -63,5 +63,5 @@ def find(endpoint: str, keys: str = "") -> ClusterFile:
             if found.address.rpartition(":")[2] == port:
                 return found
     raise UsageError(
-        f"no cluster of this machine listens on port {port}: name its cluster file, or --rdzv-conf keys=FILE."
+        f"no cluster of this machine listens on port {port}: name its connection file, or --rdzv-conf keys=FILE."
     )

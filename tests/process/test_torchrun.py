@@ -119,7 +119,7 @@ def test_a_key_of_an_earlier_start(lone, tmp_path):
 
 
 def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
-    """A cluster file that others can read, or that does not exist, is refused, since it holds keys."""
+    """A connection file that others can read, or that does not exist, is refused, since it holds keys."""
     copy = tmp_path / "cluster.json"
     copy.write_bytes(lone.connection_file().read_bytes())
     copy.chmod(0o644)
