@@ -105,6 +105,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
                 )
             prepared = ElasticLoader(data_loader, self.device if self.device_placement else None, self._weight)
             self._dataloaders.append(prepared)
+            self._step_schedulers_once()
             return prepared
         keeps_order = isinstance(sampler, SequentialSampler) or isinstance(data_loader.dataset, IterableDataset)
         if not keeps_order and not getattr(data_loader, "_is_accelerate_prepared", False):
@@ -128,11 +129,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """With a global batch a step has the same samples in any world: the scheduler steps once, and not once per rank."""
         prepared = super().prepare_scheduler(scheduler)
-        if any(
-            isinstance(sampler, ElasticSampler) and sampler.global_batch for sampler in map(_sampler, self._dataloaders)
-        ):
-            prepared.split_batches = True
+        self._step_schedulers_once()
         return prepared
+
+    def _step_schedulers_once(self) -> None:
+        """If a loader has a global batch. The program may prepare it before its scheduler, or after it."""
+        samplers = [_sampler(one) for one in self._dataloaders]
+        if any(isinstance(one, ElasticSampler) and one.global_batch for one in samplers):
+            for scheduler in self._schedulers:
+                scheduler.split_batches = True
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Accelerate's own, with the weight of this rank's share of the global batch."""

@@ -161,6 +161,17 @@ def test_a_gradient_has_the_weight_of_the_first_batch_that_is_taken_alone(accele
     assert weight.grad.item() == pytest.approx(2 * 3 / 5)
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the loader", "after the loader"])
+@pytest.mark.parametrize(("options", "expected"), [({"global_batch": 5}, True), ({}, False)])
+def test_a_scheduler_steps_once_per_global_batch(accelerator, is_first, options, expected):
+    """Whatever the program prepares first: else its learning rate changes as often per step as there are ranks."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
+    values = [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    values.insert(is_first, DataLoader(DATA, sampler=ElasticSampler(DATA, **options)))
+    prepared = [accelerator.prepare(value) for value in values]
+    assert prepared[not is_first].split_batches is expected
+
+
 def test_batches_of_an_elastic_loader_are_not_skipped(accelerator):
     """It begins where the epoch is; Accelerate would make a loader that records nothing."""
     batches = accelerator.prepare(DataLoader(DATA, sampler=ElasticSampler(DATA)))
