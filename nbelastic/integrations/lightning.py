@@ -173,9 +173,22 @@ class _ElasticFit:
                 loop._restarting = progress.ready != progress.processed
             self._source.sampler.set_epoch(progress.processed)
             is_finished = self._state.commits > 0 and loops.done
+            if is_finished and progress.ready != progress.processed:
+                self._end_epoch()
         loops.run()
         if is_finished:
             loops.on_run_end()
+
+    def _end_epoch(self) -> None:
+        """All steps of the training are done; the last validation or the end of its epoch was cut off."""
+        loops = self._fit_loop
+        loops.setup_data()
+        loops.reset()
+        loops.on_run_start()
+        loops.on_advance_start()
+        loops.advance()
+        loops.on_advance_end()
+        loops.on_iteration_done()
 
     def _on_fit_start(self) -> None:
         """A callback may change how many batches are accumulated, and in `on_train_start` it checks the user's own number."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -16,6 +17,8 @@ from torch.utils.data import (
 )
 
 from nbelastic import UsageError
+from nbelastic.worker import session
+from tests.state.conftest import formation
 
 DATA = list(range(10))
 
@@ -203,3 +206,68 @@ def test_an_optimizer_that_may_call_its_closure_again_is_left_alone(run_closure_
     for optimizer in (torch.optim.LBFGS([weight]), foreign):
         run_closure_first(optimizer)
         assert "step" not in vars(optimizer)
+
+
+class LostError(Exception):
+    """A rank is lost."""
+
+
+def trained_twice(train):
+    """In place of `elastic`: the world is lost once."""
+
+    def loop(state):
+        with pytest.raises(LostError):
+            train(state)
+        state.generation_ended(aborted=True)
+        train(state)
+
+    return loop
+
+
+@pytest.mark.parametrize(("steps", "lost_in", "expected"), [(4, 0, "vvet"), (4, 1, "veet"), (3, 0, "eet")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(
+    integration, monkeypatch, tmp_path, steps, lost_in, expected
+):
+    """With `max_steps` all steps are done then. The epoch's last hooks save its checkpoint and log its metrics."""
+    seen = []
+
+    def note(hook):
+        seen.append(hook)
+        if len(seen) == lost_in + 1:
+            raise LostError
+
+    class Module(integration.L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, _):
+            return self.layer(batch).square().mean()
+
+        def validation_step(self, *_):
+            note("v")
+
+        def on_train_epoch_end(self):
+            note("e")
+
+        def on_train_end(self):
+            seen.append("t")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    monkeypatch.setattr(session, "world", lambda: formation(0, 1))
+    monkeypatch.setattr(integration, "elastic", trained_twice)
+    monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = integration.L.Trainer(
+        max_steps=steps, num_sanity_val_steps=0, accelerator="cpu", default_root_dir=tmp_path, **quiet
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        integration.fit(trainer, Module(), DataLoader(torch.randn(8, 1), batch_size=2), DataLoader(torch.ones(1, 1)))
+    finally:
+        dist.destroy_process_group()
+    assert "".join(seen) == expected
+    assert trainer.global_step == steps
