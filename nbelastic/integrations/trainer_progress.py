@@ -68,7 +68,7 @@ class TrainerProgress:
         self.values = {
             "state": {name: getattr(state, name) for name in KEPT},
             "max_steps": state.max_steps,
-            "history": text + "".join(json.dumps(entry, default=float) + "\n" for entry in new),  # an immutable text
+            "history": text + "".join(json.dumps(entry, default=_plain) + "\n" for entry in new),  # an immutable text
             "callbacks": [one.state()["attributes"] for one in _with_state(trainer)],
             "control": {name: getattr(trainer.control, name) for name in FLAGS},
             "scheduler": trainer.lr_scheduler.state_dict(),
@@ -122,6 +122,11 @@ class TrainerProgress:
 
     def _history(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in self.values.get("history", "").splitlines()]
+
+
+def _plain(value: Any) -> Any:
+    """What a log entry has beside numbers and text: an array, such as a confusion matrix, becomes lists."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _with_state(trainer: Any) -> list[Any]:

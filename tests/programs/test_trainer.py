@@ -1,9 +1,11 @@
 """What the Trainer integration refuses and changes. `tests/process/test_frameworks.py` trains with it."""
 
 import warnings
+from datetime import date
 from importlib import import_module
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,3 +139,15 @@ def test_a_scheduler_of_ones_own_begins_again_with_the_training(integration, beg
         trainer.lr_scheduler.step()
     assert trainer.lr_scheduler.last_epoch == 1
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_an_evaluation_may_log_more_than_numbers(integration, make):
+    """Such as a confusion matrix of `compute_metrics`: the step after it ended the job."""
+    trainer, found = make(), integration.TrainerProgress()
+    trainer.create_optimizer_and_scheduler(10)
+    trainer._tr_loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = torch.zeros(()), 0.0, 0
+    metrics = {"loss": torch.tensor(0.5), "matrix": torch.eye(2), "day": date(2026, 1, 2), "step": 1}
+    trainer.state.log_history.append(metrics | {"counts": np.array([1, 2]), "f1": np.float32(0.5)})
+    found.capture(trainer, 0, 0)
+    plain = {"loss": 0.5, "matrix": [[1.0, 0.0], [0.0, 1.0]], "day": "2026-01-02", "step": 1}
+    assert found._history() == [plain | {"counts": [1, 2], "f1": 0.5}]
