@@ -114,11 +114,17 @@ class Contents:
                 value.load_state_dict(frozen(new))
                 if is_grad_scaler(value):  # a step may have been cut off, and a new optimizer may get the old one's id
                     value._per_optimizer_states.clear()
-            elif isinstance(value, torch.Tensor) and _is_like(value, new):
+            elif isinstance(value, torch.Tensor) and _is_like(value, new) and not self._is_shared(name, value):
                 with torch.no_grad():  # in place: an optimizer may hold this tensor
                     value.copy_(new)
             else:
                 self.values[name] = self._container(name, frozen(new))
+
+    def _is_shared(self, name: str, value: torch.Tensor) -> bool:
+        """Whether a model or another value has the memory of this value too: what is written there changes that as well."""
+        small = [one for key, one in self.values.items() if key != name and isinstance(one, torch.Tensor)]
+        others = [*small, *self.names, *(buffer for _, _, buffer in self.buffers())]
+        return _memory(value) in map(_memory, others)
 
     def _container(self, name: str, new: Any) -> Any:
         """`new` in the dict or list that the user gave, if that is still the value; else in a dict of the value's class."""
@@ -172,3 +178,7 @@ class Contents:
 
 def _is_like(tensor: torch.Tensor, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and shape_of(tensor) == shape_of(value)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)

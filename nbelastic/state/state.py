@@ -349,7 +349,8 @@ class State:
         mine = self._live()
         compare(described, describe(mine, []))
         self._contents.check_received(described)
-        places = dict(destinations(described, mine, device))
+        # Small values come into new memory: here two of them may be one tensor, or one of the model's, and there not.
+        places = dict(destinations(described, {**mine, "small": None}, device))
         fill([places[index] for index in sorted(places)])
         received = rebuild(described, places)
         self._contents.set_received(received)

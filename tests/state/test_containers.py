@@ -3,8 +3,10 @@
 from collections import Counter, OrderedDict, defaultdict
 
 import pytest
+import torch
+from torch import nn
 
-from nbelastic import ObjectState, ShardedState
+from nbelastic import ObjectState, ShardedState, TorchState
 from tests.state.training import receive
 
 
@@ -68,3 +70,35 @@ def test_a_replaced_value_is_left_alone(begun):
     other.counts = Counter("c")
     receive(other, state)
     assert type(other.counts) is Counter
+
+
+def test_a_newcomer_s_values_may_be_one_tensor_or_one_of_its_model():
+    """The sender has kept its best weights since, and its sums differ: the newcomer gets all three as they are there."""
+
+    def made():
+        model, nothing = nn.Linear(2, 1, bias=False), torch.zeros(2)
+        first = model.weight.detach()
+        return TorchState(model=model, best=model.state_dict(), one=first, sums=nothing, squares=nothing)
+
+    sender, newcomer = made(), made()
+    sender.best, sender.one, sender.squares = (
+        {"weight": torch.full((1, 2), 5.0)},
+        torch.full((1, 2), 6.0),
+        torch.ones(2),
+    )
+    with torch.no_grad():
+        sender.model.weight.fill_(7)
+    receive(newcomer, sender)
+    found = [newcomer.model.weight, newcomer.best["weight"], newcomer.one, newcomer.sums, newcomer.squares]
+    assert [one.flatten().tolist() for one in found] == [[7, 7], [5, 5], [6, 6], [0, 0], [1, 1]]
+
+
+def test_a_break_writes_nothing_through_a_value_into_the_model(begun):
+    """After the commit the program has assigned the weights themselves, without a copy, and a worker is lost."""
+    model = nn.Linear(2, 1, bias=False)
+    state = begun(TorchState(model=model, best=torch.zeros(1, 2)))
+    state.commit()
+    trained = model.weight.tolist()
+    state.best = model.weight.detach()
+    state.undo()
+    assert (model.weight.tolist(), state.best.tolist()) == (trained, [[0, 0]])
