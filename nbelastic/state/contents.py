@@ -78,7 +78,15 @@ class Contents:
                 check_optimizer_tensors(name, optimizers.tensors(optimizer))
 
     def buffers(self) -> list[Buffer]:
-        return [(own, key, tensor) for own in self._buffers for key, tensor in own.items() if tensor is not None]
+        """All buffers. One that nothing can be written into is replaced by a copy first: a constant of expand(), or of inference mode."""
+        found: list[Buffer] = []
+        for own in self._buffers:
+            for key, tensor in own.items():
+                if tensor is not None:
+                    if tensor.is_inference() or (0 in tensor.stride() and tensor.numel() > 1):
+                        own[key] = tensor = tensor.clone(memory_format=torch.contiguous_format)  # noqa: PLW2901
+                    found.append((own, key, tensor))
+        return found
 
     def large(self) -> list[torch.Tensor]:
         """The large live tensors: parameters, and the tensors that the optimizers keep for them."""

@@ -330,3 +330,27 @@ def test_a_tensor_of_the_graph_is_refused_by_name(begun):
     state.losses = [torch.ones(1, requires_grad=True) * 2]
     with pytest.raises(StateError, match=r"losses holds a tensor .* give its detach\(\)"):
         state.commit()
+
+
+def test_buffers_that_nothing_can_be_written_into_are_restored_and_received(begun):
+    """A mask of expand(), and a table that an evaluation has made in inference mode: the model gets copies to write into."""
+
+    def made(start):
+        model = nn.Linear(2, 2)
+        model.register_buffer("mask", torch.full((1,), start).expand(4))
+        model.register_buffer("table", torch.zeros(3))
+        return TorchState(model=model)
+
+    state, newcomer = begun(made(5.0)), made(0.0)
+    with torch.inference_mode():
+        state.model.table = torch.ones(3)
+        newcomer.model.table = torch.zeros(3)
+    state.commit()
+    mask = state.model.mask
+    state.model.table.add_(1)
+    state.undo()
+    receive(newcomer, state)
+    state.commit()
+    assert state.model.mask is mask
+    for model in (state.model, newcomer.model):
+        assert (model.mask.tolist(), model.table.tolist()) == ([5, 5, 5, 5], [1, 1, 1])
