@@ -273,6 +273,6 @@ def test_an_agent_refuses_a_path_that_leads_elsewhere(tmp_path: Path) -> None:
                 assert await asyncio.to_thread(agent.wait, 20.0) == 0
             finally:
                 agent.kill()
-        await server.stop()
+                await server.stop()
 
     asyncio.run(story())
