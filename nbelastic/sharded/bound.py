@@ -19,6 +19,7 @@ from nbelastic.state import optimizers
 from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.state.contents import LARGE
 from nbelastic.state.cuda_graphs import refuse_capture
+from nbelastic.state.extra_states import ExtraStates
 from nbelastic.state.optimizers import frozen
 from nbelastic.state.tensor_snapshot import clone_tensors
 from nbelastic.state.transfer import check_plain, describe
@@ -31,6 +32,7 @@ class Bound:
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], trained_by: Mapping[str, torch.optim.Optimizer]) -> None:
         self.modules, self.optimizers = dict(modules), dict(trained_by)
+        self.extra = ExtraStates(modules, plain_name)
         self.parameters: dict[str, torch.nn.Parameter] = {}  # a shared one under its first name
         self._names: dict[torch.Tensor, str] = {}
         self._hooks: list[Any] = []
@@ -246,7 +248,9 @@ def bind_values(values: Mapping[str, Any], taken: Collection[str]) -> Bound:
             check_plain(describe(value.state_dict(), []))
     if not modules:
         raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
-    return Bound(modules, trained_by)
+    bound = Bound(modules, trained_by)
+    check_plain(describe(bound.extra.live(), []))
+    return bound
 
 
 def agree_on_layout(bound: Bound, formation: Formation, session: Session, group: Any) -> Layout:

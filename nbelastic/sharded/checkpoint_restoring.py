@@ -39,6 +39,7 @@ class Restoring:
         self._stored.fill(reads + more)
         bound.set_optimizers(record["optimizers"], record["scalars"], kept)
         bound.set_buffers(record["buffers"])
+        bound.extra.set(record.get("extra", {}))  # commits of older versions have none
 
     def others(self, set_first_values: Callable[[], object]) -> list[str]:
         """Read a checkpoint that another program wrote; returns what is not in it, in words.

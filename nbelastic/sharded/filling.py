@@ -98,6 +98,7 @@ class Filling:
         filled = run_in_order(self._session, bound.device, fill)
         bound.set_optimizers(record["optimizers"], record["scalars"], filled, is_part=is_part)
         bound.set_buffers(record["buffers"])
+        bound.extra.set(record.get("extra", {}))  # commits of older versions have none
 
 
 def prepare(

@@ -24,6 +24,7 @@ def present_record(small: Mapping[str, Any], bound: Bound, program: Record) -> R
         "program": program,
         "small": {name: frozen_value(name, value) for name, value in small.items()},
         "buffers": clone_tensors(bound.buffers()),
+        "extra": bound.extra.copy(),
         "optimizers": bound.settings(),
     }
 

@@ -99,6 +99,7 @@ def taken_record(record: Record, bound: Bound, program: Record, common: Collecti
             for one in tensors
             if one.parameter in (trained.get(one.optimizer, ()) if one.optimizer else common)
         ],
+        "extra": record.get("extra", {}),
         "buffers": {
             name: {
                 key: buffer.clone() if f"{name}.{key}" in fresh else record["buffers"][name][key]

@@ -20,6 +20,7 @@ class CommitRecord:
         self._buffers = buffers
         scalers = {name for name, value in contents.values.items() if is_grad_scaler(value)}
         self._small = {name: frozen_value(name, value) for name, value in contents.small(without=scalers).items()}
+        self._extra = contents.extra.copy()
         self._scalers = [RecordedScaler(contents.values[name]) for name in scalers]
         self._settings = [optimizers.settings(optimizer) for optimizer in contents.optimizers()]
         self._entries = [optimizers.entries(optimizer) for optimizer in contents.optimizers()] if with_entries else []
@@ -32,8 +33,9 @@ class CommitRecord:
             optimizers.set_entries(optimizer, entries)
 
     def restore_small(self) -> None:
-        """Small values, and the buffers that models had; not the contents of those."""
+        """Small values, what layers keep beside parameters, and the buffers that models had; not the contents of those."""
         self._contents.set_small(self._small)
+        self._contents.extra.set(self._extra)
         for scaler in self._scalers:
             scaler.restore()
         for own, key, tensor in self._buffers:

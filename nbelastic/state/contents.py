@@ -11,6 +11,7 @@ import torch
 from nbelastic.errors import StateError
 from nbelastic.state import optimizers
 from nbelastic.state.checks import check, check_optimizer_tensors
+from nbelastic.state.extra_states import ExtraStates
 from nbelastic.state.grad_scaler import is_grad_scaler
 from nbelastic.state.layout import Layout
 from nbelastic.state.optimizers import frozen
@@ -34,6 +35,7 @@ class Contents:
         self.grouped = 0  # how many parameters the optimizers' groups had at the survey
         self._entries = 0  # how many entries the optimizers' states had at the last check
         self._buffers: list[dict[str, torch.Tensor | None]] = []  # of each submodule
+        self.extra = ExtraStates()
 
     def named(self, kind: type) -> dict[str, Any]:
         """The values of this kind by name."""
@@ -46,6 +48,7 @@ class Contents:
         """Find all parameters, buffers and layers. StateError if an optimizer trains a parameter of no model here."""
         self.names, self._buffers = {}, []
         modules = self.named(torch.nn.Module)
+        self.extra = ExtraStates(modules)
         self.layout = Layout(modules.values())
         for name, module in modules.items():
             check(name, module)
@@ -158,6 +161,7 @@ class Contents:
         """All live values, in the form in which they are sent."""
         return {
             "small": self.small(),
+            "extra": self.extra.live(),
             "requires_grad": self.requires_grad(),
             "modules": {
                 name: dict(module.named_parameters()) | dict(module.named_buffers())
@@ -181,6 +185,7 @@ class Contents:
         for name, contents in received["optimizers"].items():
             optimizers.regroup(self.values[name], contents, self.names)
             optimizers.set_contents(self.values[name], contents)
+        self.extra.set(received.get("extra", {}))  # as above
         self.set_small(received["small"])
 
 

@@ -177,7 +177,7 @@ class State:
         self._steps.start(session)
         self.commits, self._began_at, self._modes = 0, 0, Modes()
         self._survey()
-        check_plain(describe(self._contents.small(), []))
+        check_plain(describe([self._contents.small(), self._contents.extra.live()], []))
         self._record_start()
 
     def end(self) -> None:
@@ -350,7 +350,7 @@ class State:
         compare(described, describe(mine, []))
         self._contents.check_received(described)
         # Small values come into new memory: here two of them may be one tensor, or one of the model's, and there not.
-        places = dict(destinations(described, {**mine, "small": None}, device))
+        places = dict(destinations(described, {**mine, "small": None, "extra": None}, device))
         fill([places[index] for index in sorted(places)])
         received = rebuild(described, places)
         self._contents.set_received(received)

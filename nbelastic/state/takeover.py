@@ -57,6 +57,7 @@ def take_over(new: State, old: State, base: Initial, edited: Initial) -> Taken:
     entries = _take_entries(new, old)
     small = merge(old._small_values(), base.small, edited.small, new._contents.named(StepLog))
     new._set_small_values(small.values)
+    new._contents.extra.set(old._contents.extra.live())
     present = old._contents.requires_grad()
     trained = merged(base.requires_grad, present, edited.requires_grad, REQUIRES_GRAD, small.own)
     new._contents.set_requires_grad(trained)

@@ -50,6 +50,22 @@ def head():
     return nn.Linear(4, 2)
 
 
+class Counting(nn.Module):
+    """A layer that keeps the count of its calls beside parameters and buffers."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
 class Trained(NamedTuple):
     """A model and what belongs to it, bound by one program."""
 
@@ -131,6 +147,15 @@ def test_an_equal_program_goes_on_as_the_old_one_would():
         after = new.train().values()
         assert same(old.values(), before)
         assert same(old.train().values(), after)
+
+
+@pytest.mark.parametrize("number", [OLD, NEW], ids=["the same program", "a new one"])
+def test_what_layers_keep_beside_parameters_goes_on(number):
+    """`get_extra_state` of a layer is part of the commit."""
+    with fake_world(0, 1) as mesh:
+        old, new = trained(mesh, more=[Counting]), make(mesh, number, more=[Counting])
+        taken(new, old)
+        assert (old.model[3].calls, new.model[3].calls) == (3, 3)
 
 
 def test_what_the_user_has_edited_counts():
