@@ -11,7 +11,7 @@ from nbelastic.client.notebook_line import show_in_one_line
 from nbelastic.errors import UsageError
 from nbelastic.notebook.cell_output import CellDisplay, cell_id, raise_errors, short_syntax_errors
 from nbelastic.notebook.cluster_magics import ClusterMagics
-from nbelastic.notebook.magic_arguments import argument, magic, out, several
+from nbelastic.notebook.magic_arguments import argument, magic, out, several, was_given
 
 INTERRUPTED = "the cell is interrupted on the workers, which stay."
 _TIMEOUT = argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it")
@@ -49,7 +49,7 @@ class CellMagics(ClusterMagics):
         if cell is not None:
             self._run_cell(options, cell)
             return
-        if any(value is not None and value is not False for value in vars(options).values()):
+        if any(map(was_given, vars(options).values())):
             raise UsageError("options need a cell: write %%elastic_px above it.")
         self._show_dashboard()
 

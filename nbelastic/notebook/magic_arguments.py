@@ -38,6 +38,11 @@ class Argument(NamedTuple):
     settings: dict[str, Any]
 
 
+def was_given(value: object) -> bool:
+    """Whether this value of an option is not that of one that was left out. 0 is given."""
+    return value is not None and value is not False
+
+
 def argument(*names: str, **settings: Any) -> Argument:
     """Describe an argument as for `argparse`'s `add_argument`. Its metavar selects the known values that Tab offers."""
     return Argument(names, settings)

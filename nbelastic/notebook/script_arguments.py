@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from nbelastic.notebook.magic_arguments import argument, split_pair
+from nbelastic.notebook.magic_arguments import argument, split_pair, was_given
 
 SCRIPT_OPTIONS = (
     argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m"),
@@ -35,8 +35,7 @@ SCRIPT_OPTIONS = (
 def script_options(options: Namespace) -> dict[str, Any]:
     """The options that were given, as arguments of `Cluster.run_script`."""
     names = [max(each.names, key=len).lstrip("-").replace("-", "_") for each in SCRIPT_OPTIONS]
-    values = {name: vars(options)[name] for name in names}
-    given = {name: value for name, value in values.items() if value is not None and value is not False}  # 0 is given
+    given = {name: vars(options)[name] for name in names if was_given(vars(options)[name])}
     if "env" in given:
         given["env"] = dict(split_pair("--env", text) for text in given["env"])
     return given

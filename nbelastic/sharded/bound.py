@@ -159,6 +159,12 @@ class Bound:
         check_same("optimizer", self.optimizers, record["optimizers"], source)
         check_same("model", self.modules, record["buffers"], source)
 
+    def set_record(self, record: Mapping[str, Any], shard: Shard, *, is_part: bool = False) -> None:
+        """Set all that a commit has beside parameters: see `holdings.full_record`. `shard`, `is_part`: see `set_optimizers`."""
+        self.set_optimizers(record["optimizers"], record["scalars"], shard, is_part=is_part)
+        self.set_buffers(record["buffers"])
+        self.extra.set(record.get("extra", {}))  # commits of older versions have none
+
     def set_optimizers(
         self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard, *, is_part: bool = False
     ) -> None:

@@ -37,9 +37,7 @@ class Restoring:
         reads = self._parameters({name: f"{name}." for name in bound.modules})
         kept, more = self._new_tensors((self._names.keys(one)[0], one) for one in tensors if one.optimizer)
         self._stored.fill(reads + more)
-        bound.set_optimizers(record["optimizers"], record["scalars"], kept)
-        bound.set_buffers(record["buffers"])
-        bound.extra.set(record.get("extra", {}))  # commits of older versions have none
+        bound.set_record(record, kept)
 
     def others(self, set_first_values: Callable[[], object]) -> list[str]:
         """Read a checkpoint that another program wrote; returns what is not in it, in words.

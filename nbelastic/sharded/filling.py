@@ -96,9 +96,7 @@ class Filling:
         plan = list(moves(old, only(self.layout, old.parameters), choice.holders, rank))
         fill = partial(refill, bound, names, plan, own, rank=rank, group=self._group)
         filled = run_in_order(self._session, bound.device, fill)
-        bound.set_optimizers(record["optimizers"], record["scalars"], filled, is_part=is_part)
-        bound.set_buffers(record["buffers"])
-        bound.extra.set(record.get("extra", {}))  # commits of older versions have none
+        bound.set_record(record, filled, is_part=is_part)
 
 
 def prepare(

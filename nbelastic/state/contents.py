@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -119,23 +120,27 @@ class Contents:
 
     def set_small(self, small: Mapping[str, Any]) -> None:
         """The inverse of `small`."""
+        uses = self._uses_of_memory()
         for name, new in small.items():
             value = self.values[name]
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(frozen(new))
                 if is_grad_scaler(value):  # a step may have been cut off, and a new optimizer may get the old one's id
                     value._per_optimizer_states.clear()
-            elif isinstance(value, torch.Tensor) and _is_like(value, new) and not self._is_shared(name, value):
+            elif isinstance(value, torch.Tensor) and _is_like(value, new) and uses[_memory(value)] == 1:
                 with torch.no_grad():  # in place: an optimizer may hold this tensor
                     value.copy_(new)
             else:
+                if isinstance(value, torch.Tensor):
+                    uses[_memory(value)] -= 1
                 self.values[name] = self._container(name, frozen(new))
 
-    def _is_shared(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a model or another value has the memory of this value too: what is written there changes that as well."""
-        small = [one for key, one in self.values.items() if key != name and isinstance(one, torch.Tensor)]
-        others = [*small, *self.names, *(buffer for _, _, buffer in self.buffers())]
-        return _memory(value) in map(_memory, others)
+    def _uses_of_memory(self) -> Counter[int]:
+        """How many tensors have each piece of memory, if a value is a tensor: what is written there changes all of them."""
+        tensors = [value for value in self.values.values() if isinstance(value, torch.Tensor)]
+        if not tensors:
+            return Counter()
+        return Counter(map(_memory, [*tensors, *self.names, *(buffer for _, _, buffer in self.buffers())]))
 
     def _container(self, name: str, new: Any) -> Any:
         """`new` in the dict or list that the user gave, if that is still the value; else in a dict of the value's class."""

@@ -41,8 +41,8 @@ def is_ending(pid: int) -> bool:
 
 def children_of(*parents: int) -> list[int]:
     """The pids of the child processes of `parents`, zombies included."""
-    pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
-    return [child for child in pids if stat_of(child)[1:2] in [[str(pid)] for pid in parents]]
+    pids, wanted = map(int, filter(str.isdecimal, os.listdir("/proc"))), [[str(pid)] for pid in parents]
+    return [child for child in pids if stat_of(child)[1:2] in wanted]
 
 
 def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:

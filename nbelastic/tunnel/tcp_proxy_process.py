@@ -25,6 +25,7 @@ from pathlib import Path
 
 from nbelastic.system import open_files
 from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
+from nbelastic.system.log_line import log_line
 from nbelastic.tunnel import allowed_ports, ended_tunnels, handshake
 from nbelastic.tunnel.forwarder import Forwarder
 from nbelastic.tunnel.frames import PREAMBLE, Frame, Kind
@@ -192,9 +193,7 @@ class _Proxy:
         """Print once per address, for the first MOST_PER_PEER addresses."""
         if address not in self._refused_peers and len(self._refused_peers) < MOST_PER_PEER:
             self._refused_peers.add(address)
-            text = f"nbelastic: a connection of {address} was refused: {count} are open"
-            with suppress(OSError):  # the disk is full: others must get their connections
-                print(text, file=sys.stderr, flush=True)
+            log_line(f"nbelastic: a connection of {address} was refused: {count} are open")
 
 
 async def _readable(connection: socket.socket) -> None:
