@@ -79,8 +79,12 @@ def test_hosts_start_together_and_give_exact_ranks(network, make, temporary, tmp
 
 FAKE = """
 import importlib.metadata, platform
-real = importlib.metadata.version
-importlib.metadata.version = lambda name: {"nbelastic": "0.0.9", "torch": "1.2.3+cpu"}.get(name) or real(name)
+from types import SimpleNamespace
+real, older = importlib.metadata.distributions, {"nbelastic": "0.0.9", "torch": "1.2.3+cpu"}
+def distributions(**given):
+    name = given.get("name")
+    return [SimpleNamespace(version=older[name])] if name in older else real(**given)
+importlib.metadata.distributions = distributions
 platform.python_version = lambda: "3.8.1"
 """
 
