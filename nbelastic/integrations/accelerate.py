@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 from accelerate.utils import gather_object, recursively_apply
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from nbelastic.errors import UsageError
+from nbelastic.errors import NoWorldError, UsageError
 from nbelastic.integrations.accelerate_sharding import (
     First,
     Sharding,
@@ -24,7 +25,7 @@ from nbelastic.integrations.accelerate_sharding import (
 from nbelastic.integrations.loader_options import options_of, seed_of
 from nbelastic.sharded.mesh import device_mesh
 from nbelastic.state.sampler import ElasticSampler, local_batch_size
-from nbelastic.worker import ranks
+from nbelastic.worker import ranks, session
 
 OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
 
@@ -51,6 +52,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     first: First | None = None  # with FSDP2, when a model is prepared
     _mesh: Any = None  # while a model is sharded
     _weight = Weight()  # a Trainer's Accelerator, which has no elastic loader, gets this class later
+    _has_trained = False  # in this world
 
     def __init__(self, **options: Any) -> None:
         self._weight = Weight()
@@ -97,6 +99,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         """UsageError for a loader that chooses samples without an `ElasticSampler`: some would be repeated or left out."""
         sampler = _sampler(data_loader)
         if isinstance(sampler, ElasticSampler):
+            if self.split_batches and sampler.global_batch is None:
+                raise UsageError(
+                    "split_batches=True makes batch_size that of all ranks, and an elastic loader takes that from its sampler: "
+                    "write nbe.ElasticSampler(data, global_batch=…)."
+                )
             if data_loader.batch_size is None or data_loader.drop_last:
                 raise UsageError(
                     "an elastic DataLoader has a batch_size, and neither batch_sampler nor drop_last: make DataLoader(data, "
@@ -139,8 +146,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             for scheduler in self._schedulers:
                 scheduler.split_batches = True
 
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Accelerate's own. Not at the beginning of a later world: it would replace the values that were recovered."""
+        state = _state_of_function()
+        if state is None or self._has_trained or not state.commits:
+            super().load_state(*args, **kwargs)
+        elif self.is_main_process:
+            print(f"nbelastic: load_state was left out, as the state of commit {state.commits} is newer.", flush=True)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Accelerate's own, with the weight of this rank's share of the global batch."""
+        self._has_trained = True
         if self.first is not None:
             self.first.committed()
         super().backward(loss * self._weight.present, **kwargs)
@@ -233,6 +249,13 @@ def make_bare(model: torch.nn.Module) -> None:
     forward = vars(model).pop("_original_forward", None)
     if forward is not None:
         model.forward = forward
+
+
+def _state_of_function() -> Any:
+    """The state of the elastic function; None outside of one."""
+    with contextlib.suppress(NoWorldError):
+        return getattr(session.current().holder, "state", None)
+    return None
 
 
 def _has_only_tensors(values: Any) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from nbelastic.errors import UsageError
 from nbelastic.integrations.global_batches import GlobalBatches
 from nbelastic.integrations.loader_options import seed_of
 from nbelastic.integrations.trainer_progress import TrainerProgress
@@ -47,6 +48,7 @@ class Run:
         self.sizes: list[int] = []  # of this rank's parts in the present step that are not used yet
         self.uncounted: list[int] = []  # `sizes`, until the Trainer has counted their labels
         self.weight: float | None = None  # of the present part; None outside a training step
+        self.is_weighed = False  # `compute_loss` has been called for the present part
         self.loss_before = torch.zeros(())  # the sum of losses before the present step
 
     def commit(self) -> None:
@@ -169,14 +171,21 @@ class ElasticTrainer:
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._elastic
-        run.weight = run.sizes.pop(0) * self.args.world_size / run.samples
+        run.weight, run.is_weighed = run.sizes.pop(0) * self.args.world_size / run.samples, False
         try:
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         finally:
             run.weight = None
+        if not run.is_weighed:
+            raise UsageError(
+                f"{type(self).__name__} has its own training_step(), which does not call self.compute_loss(): the loss is "
+                "weighed there by the rank's share of the batch. Calculate it in compute_loss()."
+            )
+        return loss
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss, 0 for a repeated sample. A mean over this part is weighted: its gradient is to be that of the global batch."""
+        self._elastic.is_weighed = True
         loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         weight, has_count = self._elastic.weight, kwargs.get("num_items_in_batch") is not None
         if weight is None or (weight and has_count and self._scales_by_count(has_count)):

@@ -52,6 +52,11 @@ def fit(trainer: Any, *args: Any, **kwargs: Any) -> None:
         )
     if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
         raise UsageError("an elastic fit() does not support overfit_batches and reload_dataloaders_every_n_epochs yet.")
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise UsageError(
+            "val_check_interval is a time here, which the ranks would measure each by itself, and not validate together: "
+            "give it a number of batches."
+        )
     check_callbacks(trainer)
     _use_world(trainer)
     frameworks().forget(trainer)  # `trainer.fit` sets it up before there is a world

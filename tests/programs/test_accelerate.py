@@ -3,6 +3,7 @@
 import os
 import warnings
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,28 @@ def test_batches_of_an_elastic_loader_are_not_skipped(accelerator):
     with pytest.raises(UsageError, match="leave out skip_first_batches"):
         accelerator.skip_first_batches(batches, 2)
     assert len(list(accelerator.skip_first_batches(accelerator.prepare(DataLoader(DATA)), 1))) == 3
+
+
+def test_a_batch_size_of_all_ranks_is_the_samplers(accelerator):
+    """Else each rank would take that many samples."""
+    accelerator.dataloader_config.split_batches = True
+    with pytest.raises(UsageError, match=r"write nbe.ElasticSampler\(data, global_batch=…\)"):
+        accelerator.prepare(DataLoader(DATA, batch_size=6, sampler=ElasticSampler(DATA)))
+    accelerator.prepare(DataLoader(DATA, batch_size=6, sampler=ElasticSampler(DATA, global_batch=6)))
+
+
+def test_accelerates_checkpoint_does_not_replace_recovered_values(accelerator, monkeypatch):
+    """A program that begins with `load_state` does so in each world; after a step it loads on purpose."""
+    loaded, state = [], SimpleNamespace(commits=0)
+    base = type(accelerator).__base__
+    monkeypatch.setattr(base, "load_state", lambda _, folder: loaded.append((folder, state.commits)))
+    monkeypatch.setattr(session, "current", lambda: SimpleNamespace(holder=SimpleNamespace(state=state)))
+    accelerator.load_state("first")
+    state.commits = 3
+    accelerator.load_state("again")
+    accelerator.backward(torch.nn.Parameter(torch.ones(())))
+    accelerator.load_state("on purpose")
+    assert loaded == [("first", 0), ("on purpose", 3)]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,15 @@ def test_a_callback_that_cannot_be_elastic_is_refused(integration, name):
         integration.check_callbacks(trainer)
 
 
+def test_a_validation_by_the_clock_is_refused(integration):
+    """Each rank has its own: one would validate while the others train."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are Lightning's own
+        trainer = integration.L.Trainer(val_check_interval="00:00:15:00", accelerator="cpu", logger=False)
+    with pytest.raises(UsageError, match=r"^val_check_interval is a time.*give it a number of batches"):
+        integration.fit(trainer)
+
+
 def test_a_loss_in_a_validation_leaves_the_weights_and_their_average_apart(integration):
     """Lightning exchanges them while it validates; no commit notices it."""
     callback = integration.L.pytorch.callbacks.WeightAveraging()

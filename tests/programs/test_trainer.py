@@ -151,3 +151,26 @@ def test_an_evaluation_may_log_more_than_numbers(integration, make):
     found.capture(trainer, 0, 0)
     plain = {"loss": 0.5, "matrix": [[1.0, 0.0], [0.0, 1.0]], "day": "2026-01-02", "step": 1}
     assert found._history() == [plain | {"counts": [1, 2], "f1": 0.5}]
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_training_step_of_ones_own_calculates_its_loss_where_it_is_weighed(integration, begin, make, calls):
+    """Else samples of a smaller share would count more, and nothing would say so."""
+
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs) if calls else model(inputs["x"]).mean()
+        return loss.detach()
+
+    def compute_loss(self, model, inputs):
+        return model(inputs["x"]).mean()
+
+    trainer = make({"training_step": training_step, "compute_loss": compute_loss})
+    run = integration.Run(SimpleNamespace(), integration.TrainerProgress())
+    run.sizes, run.samples, run.batches = [1], 2, SimpleNamespace(parts=1)
+    with begin(trainer, run):
+        inputs = {"x": torch.ones(1, 1)}
+        if calls:
+            assert trainer.training_step(trainer.model, inputs) == trainer.model(inputs["x"]).item() / 2
+        else:
+            with pytest.raises(UsageError, match=r"^Mine has its own training_step\(\).*Calculate it in compute_loss"):
+                trainer.training_step(trainer.model, inputs)
