@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from nbelastic.errors import UsageError
 from nbelastic.integrations.lightning_callbacks import Averages, check_callbacks
 from nbelastic.integrations.lightning_data import SharedSource
+from nbelastic.integrations.lightning_logged import is_at_end, use_senders_sums
 from nbelastic.integrations.lightning_position import USER_WORDS, Position, Sums
 from nbelastic.integrations.lightning_sharded import ElasticShardedFabricStrategy, ElasticShardedStrategy
 from nbelastic.integrations.lightning_strategy import (
@@ -141,7 +142,7 @@ class _ElasticFit:
         self._drop_data()  # Lightning may have asked for it before there was a world
         try:
             trainer.strategy.enter(state)
-            self._sums.restore(state.commits)
+            self._restore_sums()
             trainer.training = True
             if trainer.is_global_zero:
                 self._position.continue_files()
@@ -162,6 +163,15 @@ class _ElasticFit:
                 self._epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
             trainer.strategy.leave(is_over=is_over)
             self._drop_data()
+
+    def _restore_sums(self) -> None:
+        """Collective at the end of an epoch."""
+        trainer, sums = self._trainer, self._sums
+        sums.restore(self._state.commits)
+        if is_at_end(trainer):
+            some_are_left = trainer.strategy.reduce_boolean_decision(sums.are_own, all=False)
+            if trainer.is_global_zero and not some_are_left:
+                use_senders_sums(trainer)
 
     def _drop_data(self) -> None:
         """Lightning makes its loaders anew in the next world."""

@@ -14,14 +14,19 @@ META = (
 VALUES = ("value", "cumulated_batch_size")
 
 
+def is_at_end(trainer: Any) -> bool:
+    """Whether all batches of the epoch are done, and its end is not."""
+    loop, progress = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    return bool(progress.ready != progress.processed and loop.batch_progress.is_last_batch)
+
+
 def logged(trainer: Any) -> dict[str, Any] | None:
     """As plain data; None within an epoch, where the next batch logs all again."""
-    loop, progress = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
-    if progress.ready == progress.processed or not loop.batch_progress.is_last_batch:
+    if not is_at_end(trainer):
         return None
     return {
         "seen": {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()},
-        "results": {key: _plain(one) for key, one in loop._results.items()},
+        "results": {key: _plain(one) for key, one in trainer.fit_loop.epoch_loop._results.items()},
     }
 
 
@@ -46,14 +51,26 @@ def restore_logged(trainer: Any, found: dict[str, Any]) -> None:
             results[key] = _result(trainer, one, device)
 
 
+def use_senders_sums(trainer: Any) -> None:
+    """On one rank, if no rank has sums of its own any more: else the means would be 0 / 0, and early stopping would stop."""
+    for one in trainer.fit_loop.epoch_loop._results.values():
+        _set_values(one, getattr(one, "of_sender", {}))
+
+
 def _result(trainer: Any, one: dict[str, Any], device: torch.device) -> Any:
     meta = _Metadata(**one["meta"])
     meta.sync = _Sync(fn=trainer.strategy.reduce, **one["sync"])
     made = _ResultMetric(meta, one["is_tensor"])
     if not one["is_tensor"]:
         made.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
-    elif not one["sync"]["_should"]:
-        for name, value in one["values"].items():
-            setattr(made, name, torch.tensor(value, dtype=getattr(made, name).dtype))
+    elif one["sync"]["_should"]:
+        made.of_sender = one["values"]
+    else:
+        _set_values(made, one["values"])
     made._update_count, made.has_reset = 1, one["has_reset"]
     return made.to(device)
+
+
+def _set_values(result: Any, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        setattr(result, name, torch.full_like(getattr(result, name), value))

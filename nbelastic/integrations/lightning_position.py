@@ -103,6 +103,11 @@ class Sums:
         self._trainer = trainer
         self._kept: dict[int, tuple[dict[int, Any], Any]] = {}  # by the number of the commit
 
+    @property
+    def are_own(self) -> bool:
+        """Whether this process has made a commit that the training has not gone back behind."""
+        return bool(self._kept)
+
     def keep(self, commit: int) -> None:
         connector = self._trainer._logger_connector
         kept = {id(one): (one._copy_state_dict(), one._update_count) for one in self._all()}

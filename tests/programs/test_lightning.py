@@ -233,11 +233,31 @@ def trained_twice(train):
     return loop
 
 
+@pytest.fixture
+def alone(integration, monkeypatch, tmp_path):
+    """Fit a module in a world of one. `loop` stands for the elastic loop."""
+    monkeypatch.setattr(session, "world", lambda: formation(0, 1))
+    monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+
+    def fit(module, loop, *loaders, **options):
+        monkeypatch.setattr(integration, "elastic", loop)
+        trainer = integration.L.Trainer(
+            num_sanity_val_steps=0, accelerator="cpu", default_root_dir=tmp_path, **quiet, **options
+        )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            integration.fit(trainer, module, *loaders)
+        finally:
+            dist.destroy_process_group()
+        return trainer
+
+    return fit
+
+
 @pytest.mark.parametrize(("steps", "lost_in", "expected"), [(4, 0, "vvet"), (4, 1, "veet"), (3, 0, "eet")])
 @pytest.mark.filterwarnings("ignore")
-def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(
-    integration, monkeypatch, tmp_path, steps, lost_in, expected
-):
+def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(integration, alone, steps, lost_in, expected):
     """With `max_steps` all steps are done then. The epoch's last hooks save its checkpoint and log its metrics."""
     seen = []
 
@@ -266,17 +286,52 @@ def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    monkeypatch.setattr(session, "world", lambda: formation(0, 1))
-    monkeypatch.setattr(integration, "elastic", trained_twice)
-    monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = integration.L.Trainer(
-        max_steps=steps, num_sanity_val_steps=0, accelerator="cpu", default_root_dir=tmp_path, **quiet
-    )
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        integration.fit(trainer, Module(), DataLoader(torch.randn(8, 1), batch_size=2), DataLoader(torch.ones(1, 1)))
-    finally:
-        dist.destroy_process_group()
+    data = DataLoader(torch.randn(8, 1), batch_size=2), DataLoader(torch.ones(1, 1))
+    trainer = alone(Module(), trained_twice, *data, max_steps=steps)
     assert "".join(seen) == expected
     assert trainer.global_step == steps
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_newcomer_that_is_left_alone_ends_the_epoch_with_what_the_others_had_summed_up(integration, alone):
+    """Its own mean would be 0 / 0, which ends the training if early stopping looks at it."""
+    sent, means = {}, []
+
+    class Module(integration.L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, _):
+            self.log("mean", batch.mean(), on_step=False, on_epoch=True, sync_dist=True)
+            return self.layer(batch).square().mean()
+
+        def on_train_epoch_end(self):
+            means.append(self.trainer.callback_metrics["mean"].item())
+            if len(means) == 2:
+                raise LostError
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def lost(train):
+        def loop(state):
+            with pytest.raises(LostError):
+                train(state)
+            state.generation_ended(aborted=True)
+            sent.update(state._contents.small(), commits=state.commits)
+
+        return loop
+
+    def joins(train):
+        def loop(state):
+            state.commits = sent.pop("commits")
+            state._contents.set_small(sent)
+            train(state)
+
+        return loop
+
+    loader = DataLoader(torch.tensor([[1.0], [2.0], [6.0], [7.0]]), batch_size=2)
+    for loop in (lost, joins):
+        alone(Module(), loop, loader, max_epochs=3)
+    assert means == [4.0] * 4
