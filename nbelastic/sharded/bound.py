@@ -17,6 +17,7 @@ from nbelastic.sharded.parameters import chunk_of, has_local_gradients, like, lo
 from nbelastic.sharded.transfer import gather_bytes
 from nbelastic.state import optimizers
 from nbelastic.state.backward_hooks import BackwardHook
+from nbelastic.state.caches import differing_caches
 from nbelastic.state.contents import LARGE
 from nbelastic.state.cuda_graphs import refuse_capture
 from nbelastic.state.extra_states import ExtraStates
@@ -213,7 +214,10 @@ class Bound:
         }
 
     def set_buffers(self, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Copy these values into the buffers. StateError if the models have others."""
+        """Copy these values into the buffers. StateError if the models have others, but for caches."""
+        for name, module in self.modules.items():
+            for own, key, value in differing_caches(module, wanted[name], plain_name).values():
+                own[key] = None if value is None else value.to(self.device, copy=True)
         for name, own in self.buffers().items():
             if own.keys() != wanted[name].keys():
                 odd = min(own.keys() ^ wanted[name].keys())

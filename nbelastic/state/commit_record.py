@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from nbelastic.state import optimizers, rng
 from nbelastic.state.checks import frozen_value
-from nbelastic.state.contents import Buffer, Contents
+from nbelastic.state.contents import Contents
 from nbelastic.state.grad_scaler import RecordedScaler, is_grad_scaler
 
 _requires_grad = attrgetter("requires_grad")
@@ -15,9 +15,9 @@ _requires_grad = attrgetter("requires_grad")
 class CommitRecord:
     """The contents as they are now. `restore_entries` needs `with_entries`: the optimizers' state per parameter."""
 
-    def __init__(self, contents: Contents, buffers: list[Buffer], *, with_entries: bool) -> None:
+    def __init__(self, contents: Contents, *, with_entries: bool) -> None:
         self._contents = contents
-        self._buffers = buffers
+        self._buffers = [(own, dict(own.items())) for own in contents.buffers_of_layers if own]
         scalers = {name for name, value in contents.values.items() if is_grad_scaler(value)}
         self._small = {name: frozen_value(name, value) for name, value in contents.small(without=scalers).items()}
         self._extra = contents.extra.copy()
@@ -38,8 +38,11 @@ class CommitRecord:
         self._contents.extra.set(self._extra)
         for scaler in self._scalers:
             scaler.restore()
-        for own, key, tensor in self._buffers:
-            own[key] = tensor
+        for own, then in self._buffers:
+            for key in [key for key in own if key not in then]:
+                del own[key]
+            for key, tensor in then.items():
+                own[key] = tensor
 
     def restore_settings(self) -> None:
         """Options of optimizers, which parameters are trained, and random generators."""

@@ -11,6 +11,7 @@ import torch
 
 from nbelastic.errors import StateError
 from nbelastic.state import optimizers
+from nbelastic.state.caches import Buffers, differing_caches
 from nbelastic.state.checks import check, check_optimizer_tensors
 from nbelastic.state.extra_states import ExtraStates
 from nbelastic.state.grad_scaler import is_grad_scaler
@@ -21,7 +22,6 @@ from nbelastic.state.transfer import shape_of
 from nbelastic.state.user_words import UserWords
 
 LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)  # all other values are small
-Buffer = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]  # the submodule's buffers, the name, the tensor
 
 
 class Contents:
@@ -35,7 +35,7 @@ class Contents:
         self.layout = Layout()
         self.grouped = 0  # how many parameters the optimizers' groups had at the survey
         self._entries = 0  # how many entries the optimizers' states had at the last check
-        self._buffers: list[dict[str, torch.Tensor | None]] = []  # of each submodule
+        self.buffers_of_layers: list[Buffers] = []
         self.extra = ExtraStates()
 
     def named(self, kind: type) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Contents:
 
     def survey(self) -> None:
         """Find all parameters, buffers and layers. StateError if an optimizer trains a parameter of no model here."""
-        self.names, self._buffers = {}, []
+        self.names, self.buffers_of_layers = {}, []
         modules = self.named(torch.nn.Module)
         self.extra = ExtraStates(modules)
         self.layout = Layout(modules.values())
@@ -55,7 +55,7 @@ class Contents:
             check(name, module)
             for key, parameter in module.named_parameters():
                 self.names.setdefault(parameter, f"{name}.{key}")
-            self._buffers += [submodule._buffers for submodule in module.modules()]
+            self.buffers_of_layers += [layer._buffers for layer in module.modules()]
         for name, tensor in self.named(torch.nn.Parameter).items():
             self.names.setdefault(tensor, name)
         for name, optimizer in self.named(torch.optim.Optimizer).items():
@@ -81,16 +81,24 @@ class Contents:
             for name, optimizer in self.named(torch.optim.Optimizer).items():
                 check_optimizer_tensors(name, optimizers.tensors(optimizer))
 
-    def buffers(self) -> list[Buffer]:
+    def buffers(self) -> list[torch.Tensor]:
         """All buffers. One that nothing can be written into is replaced by a copy first: a constant of expand(), or of inference mode."""
-        found: list[Buffer] = []
-        for own in self._buffers:
+        found: list[torch.Tensor] = []
+        for own in self.buffers_of_layers:
             for key, tensor in own.items():
                 if tensor is not None:
                     if tensor.is_inference() or (0 in tensor.stride() and tensor.numel() > 1):
                         own[key] = tensor = tensor.clone(memory_format=torch.contiguous_format)  # noqa: PLW2901
-                    found.append((own, key, tensor))
+                    found.append(tensor)
         return found
+
+    def differing_caches(self, received: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Buffers, str, Any]]:
+        """See `caches.differing_caches`; by name, of all models."""
+        return {
+            f"{name}.{key}": cache
+            for name, module in self.named(torch.nn.Module).items()
+            for key, cache in differing_caches(module, received.get(name, {})).items()
+        }
 
     def large(self) -> list[torch.Tensor]:
         """The large live tensors: parameters, and the tensors that the optimizers keep for them."""
@@ -140,7 +148,7 @@ class Contents:
         tensors = [value for value in self.values.values() if isinstance(value, torch.Tensor)]
         if not tensors:
             return Counter()
-        return Counter(map(_memory, [*tensors, *self.names, *(buffer for _, _, buffer in self.buffers())]))
+        return Counter(map(_memory, [*tensors, *self.names, *self.buffers()]))
 
     def _container(self, name: str, new: Any) -> Any:
         """`new` in the dict or list that the user gave, if that is still the value; else in a dict of the value's class."""
@@ -185,7 +193,9 @@ class Contents:
             optimizers.check_groups(name, optimizer, described["optimizers"][name], self.names)
 
     def set_received(self, received: dict[str, Any]) -> None:
-        """Set optimizers and small values; the tensors of models have been received in place."""
+        """Set optimizers and small values; the tensors of models have been received in place, but for some buffers."""
+        for own, key, tensor in self.differing_caches(received["modules"]).values():
+            own[key] = tensor
         self.set_requires_grad(received.get("requires_grad", {}))  # checkpoints of older versions have none
         for name, contents in received["optimizers"].items():
             optimizers.regroup(self.values[name], contents, self.names)

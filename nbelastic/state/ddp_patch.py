@@ -133,5 +133,5 @@ def _is_in(contents: Contents, module: Any) -> bool:
     """Whether the state has all parameters and buffers of this module."""
     if not isinstance(module, Module):
         return False
-    buffers = {id(buffer) for _, _, buffer in contents.buffers()}
+    buffers = {*map(id, contents.buffers())}
     return all(p in contents.names for p in module.parameters()) and all(id(b) in buffers for b in module.buffers())

@@ -300,7 +300,7 @@ class State:
         return versions(tensors), hashes(tensors) if exact else []
 
     def _large(self) -> list[torch.Tensor]:
-        return [*self._contents.large(), *(tensor for _, _, tensor in self._contents.buffers())]
+        return [*self._contents.large(), *self._contents.buffers()]
 
     def _is_quickly_hashed(self) -> bool:
         size: int = sum(tensor.nbytes for tensor in self._large())
@@ -347,7 +347,7 @@ class State:
     ) -> None:
         """Become the state that `described` describes; `fill` fills the tensors that it gets."""
         mine = self._live()
-        compare(described, describe(mine, []))
+        compare(described, describe(mine, []), but=self._contents.differing_caches(described["modules"]))
         self._contents.check_received(described)
         # Small values come into new memory: here two of them may be one tensor, or one of the model's, and there not.
         places = dict(destinations(described, {**mine, "small": None, "extra": None}, device))
@@ -385,10 +385,9 @@ class State:
         if contents.is_outdated():
             self._survey()
         contents.check_optimizers()
-        buffers = contents.buffers()
-        self._buffers.commit([tensor for _, _, tensor in buffers])
+        self._buffers.commit(contents.buffers())
         self._tensors.commit(contents.large() if self._tensors.keep else (), counted=counted)
-        self._record = CommitRecord(contents, buffers, with_entries=self._tensors.keep)
+        self._record = CommitRecord(contents, with_entries=self._tensors.keep)
 
 
 class ObjectState(State):

@@ -86,7 +86,7 @@ def test_groups_and_rates_are_kept():
 
 
 def test_buffers_are_kept_also_those_of_no_checkpoint():
-    """A buffer may be a whole DTensor. Buffers of other names or shapes are an error that names them."""
+    """A buffer may be a whole DTensor. Saved buffers of other names or shapes are an error that names them."""
     with fake_world(0, 2) as mesh:
         model = nn.BatchNorm1d(2).requires_grad_(False)
         model.register_buffer("extra", torch.ones(3), persistent=False)
@@ -96,12 +96,24 @@ def test_buffers_are_kept_also_those_of_no_checkpoint():
         bound.set_buffers(kept)
         assert (model.extra.tolist(), model.num_batches_tracked.item()) == ([2.0] * 3, 1)
         assert model.whole.to_local().tolist() == [2.0, 2.0]
-        kept["model"]["extra"] = torch.ones(4)
-        with pytest.raises(StateError, match=r"the buffer model.extra is \(3,\) here and \(4,\) in the commit"):
+        kept["model"]["running_var"] = torch.ones(4)
+        with pytest.raises(StateError, match=r"the buffer model.running_var is \(2,\) here and \(4,\) in the commit"):
             bound.set_buffers(kept)
-        del kept["model"]["extra"]
-        with pytest.raises(StateError, match="model has the buffer extra only here"):
+        del kept["model"]["running_var"]
+        with pytest.raises(StateError, match="model has the buffer running_var only here"):
             bound.set_buffers(kept)
+
+
+def test_a_cache_that_forward_passes_have_enlarged_is_restored():
+    """Such as a rotary table: the model is built again in each world, and its table is short then. It ended the job."""
+    model = nn.Sequential(nn.Linear(1, 1)).requires_grad_(False)
+    model[0].register_buffer("table", torch.zeros(1), persistent=False)
+    model[0].register_buffer("scale", None)
+    wanted = {"model": {"0.table": torch.arange(3), "0.scale": torch.ones(2)}}
+    for _ in range(2):
+        Bound({"model": torch.compile(model, backend="eager")}, {}).set_buffers(wanted)
+        assert (model[0].table.tolist(), model[0].scale.tolist()) == ([0, 1, 2], [1, 1])
+        model[0].table[0] = 7  # the commit keeps its own
 
 
 @contextmanager
