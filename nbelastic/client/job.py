@@ -191,7 +191,7 @@ class Job:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
 
         A progress bar is shown in its newest state. A line without an end comes last. UsageError: an unknown rank or
-        worker, or a `tail` that is negative or not a whole number.
+        worker, both of them, or a `tail` that is negative or not a whole number.
         """
         check_tail(tail)
         return "\n".join(self._lines(rank, worker, tail))
@@ -218,6 +218,8 @@ class Job:
         return list(self._copy.members) or [WorkerId.parse(worker) for _, worker in ranked]
 
     def _lines(self, rank: int | None, worker: str | None, tail: int) -> Iterator[str]:
+        if rank is not None and worker is not None:
+            raise UsageError("give logs() a rank or a worker, and not both.")
         if rank is not None:
             members = self._members
             if not 0 <= rank < len(members):

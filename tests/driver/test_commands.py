@@ -126,6 +126,8 @@ def test_logs_are_in_order_of_arrival(start_hostless, run_command):
         job.logs(tail=-1)
     with pytest.raises(nbe.UsageError, match="no worker 'b/7#1', and none of that name has printed"):
         job.logs(worker="b/7#1")
+    with pytest.raises(nbe.UsageError, match=r"give logs\(\) a rank or a worker"):
+        job.logs(rank=0, worker="b/7#1")
 
 
 def test_logs_begin_with_times_if_asked(start_hostless, run_command):
