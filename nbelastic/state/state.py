@@ -147,7 +147,8 @@ class State:
 
     def restore(self) -> None:
         """Return to the last commit. StateError if tensors have changed since and were not copied: one step per commit."""
-        self.undo()
+        if self._tensors.keep or self.clean:
+            self.undo()
         if not self.clean:
             raise StateError(
                 "the tensors have changed since the last commit, and with one step per commit nothing is copied: "

@@ -260,6 +260,20 @@ def test_a_compiled_model(group, begun):
     assert weights(model) == before
 
 
+def test_a_restore_that_is_refused_changes_nothing(group, begun):
+    """Nothing was copied, and the step was made: counters of the commit would not fit the weights."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer, epoch=0))
+    step(model, optimizer)
+    state.commit()
+    step(model, optimizer)
+    state.epoch, before = 1, weights(model)
+    with pytest.raises(StateError, match=r"restore before optimizer\.step\(\)"):
+        state.restore()
+    assert (state.epoch, weights(model)) == (1, before)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_outside_a_job_every_commit_is_copied():
     """Outside a job every commit copies, because the user may call `restore()` at any time."""
     model, optimizer = network()
