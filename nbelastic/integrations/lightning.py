@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L  # noqa: N812  (its usual name)
+import lightning.fabric.strategies as fabric_strategies
 import torch
 from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch.loggers.utilities import _log_hyperparams
@@ -282,13 +283,16 @@ class Fabric(L.Fabric):  # type: ignore[misc]  # mypy does not follow lightning
     def __init__(self, *, strategy: Any = "auto", **options: Any) -> None:
         for name in ("devices", "num_nodes"):
             options.pop(name, None)  # the world is the cluster's
-        environment = ElasticEnvironment()
         if isinstance(strategy, str) and strategy in ("auto", "ddp"):
-            elastic_strategy = ElasticFabricStrategy(cluster_environment=environment, init_sync=False)
-        else:
-            check_strategy(strategy)
-            elastic_strategy = ElasticShardedFabricStrategy.like(strategy, environment)
-        super().__init__(strategy=elastic_strategy, devices=1, **options)
+            strategy = fabric_strategies.DDPStrategy()
+        check_strategy(strategy)
+        if not isinstance(strategy, fabric_strategies.Strategy):
+            raise UsageError(
+                f"Fabric() takes a {type(strategy).__name__} of lightning.fabric.strategies, and this one is a Trainer's."
+            )
+        is_sharded = isinstance(strategy, fabric_strategies.ModelParallelStrategy)
+        kind: Any = ElasticShardedFabricStrategy if is_sharded else ElasticFabricStrategy
+        super().__init__(strategy=kind.like(strategy, ElasticEnvironment()), devices=1, **options)
         self.launch()
 
     def _requires_distributed_sampler(self, dataloader: Any) -> bool:

@@ -186,5 +186,12 @@ class ElasticStrategy(InThisWorld, trainer_strategies.DDPStrategy):  # type: ign
 class ElasticFabricStrategy(InThisWorld, fabric_strategies.DDPStrategy):  # type: ignore[misc]
     """Of a Fabric."""
 
+    @classmethod
+    def like(cls, strategy: Any, environment: Any) -> ElasticFabricStrategy:
+        """As the user's own, in the present world. The state is the same on all ranks, so DDP need not send it."""
+        options = {"init_sync": False, **getattr(strategy, "_ddp_kwargs", {})}
+        plugins = {"checkpoint_io": strategy._checkpoint_io, "precision": strategy._precision}
+        return cls(cluster_environment=environment, **plugins, **options)
+
     def _setup_distributed(self) -> None:
         self._set_world_ranks()

@@ -101,6 +101,17 @@ def test_fsdp1_and_split_layers_are_refused(integration):
     integration.check_strategy(strategies.ModelParallelStrategy(tensor_parallel_size=1))
 
 
+def test_a_fabric_takes_the_options_of_a_ddp_strategy(integration):
+    """As `DDPStrategy(find_unused_parameters=True)`. A strategy of a Trainer is refused in words."""
+    fabric, trainer = (import_module(f"lightning.{name}.strategies") for name in ("fabric", "pytorch"))
+    made = integration.Fabric(strategy=fabric.DDPStrategy(find_unused_parameters=True), accelerator="cpu")
+    assert made.strategy._ddp_kwargs == {"init_sync": False, "find_unused_parameters": True}
+    assert integration.Fabric(accelerator="cpu").strategy._ddp_kwargs == {"init_sync": False}
+    for one in (trainer.DDPStrategy(), trainer.ModelParallelStrategy(tensor_parallel_size=1)):
+        with pytest.raises(UsageError, match=r"of lightning.fabric.strategies, and this one is a Trainer's"):
+            integration.Fabric(strategy=one)
+
+
 def test_lightnings_checkpoint_of_a_sharded_module_is_refused(integration):
     """A job resumes from its own."""
     strategy = integration.ElasticShardedStrategy()
