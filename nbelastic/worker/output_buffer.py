@@ -28,6 +28,8 @@ class OutputStream(io.TextIOBase):
         return open(self._fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
 
     def write(self, text: str) -> int:
+        if not isinstance(text, str):  # who takes it joins it with other text, in another thread
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         self._write_to(text)
         with self._without_disk_errors():  # the client sees the text all the same
             self._file.write(text)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 
-from nbelastic.worker.output_buffer import MAX_TEXT, OutputBuffer
+import pytest
+
+from nbelastic.worker.output_buffer import MAX_TEXT, OutputBuffer, OutputStream
 
 
 def test_nothing_is_lost_while_it_is_taken(monkeypatch):
@@ -57,6 +60,18 @@ def test_the_end_of_a_jobs_output_is_not_the_next_jobs():
     printed.job = "job-2"
     printed.write("out", "hello")
     assert list(printed.take()) == [("job-1", None, "out", "the end\n", 8), ("job-2", None, "out", "hello", 5)]
+
+
+@pytest.mark.parametrize("wrong", [b"bytes of a subprocess", 5])
+def test_what_is_no_text_is_the_programs_error_only(wrong, tmp_path):
+    """`sys.stdout.write(b"…")` raises what Python's own streams raise. Other output is sent, and so is the job's result after it."""
+    printed = OutputBuffer()
+    with (tmp_path / "log").open("w") as log:
+        stream = OutputStream(partial(printed.write, "out"), log.fileno())
+        stream.write("before\n")
+        with pytest.raises(TypeError, match=r"write\(\) argument must be str, not (bytes|int)"):
+            stream.write(wrong)
+    assert [piece.text for piece in printed.take()] == ["before\n"]
 
 
 def test_output_that_no_driver_received_is_sent_again():
