@@ -90,13 +90,11 @@ def _collected_output(put: Callable[[str, str], object]) -> Iterator[tuple[list[
 
         return take
 
-    with (
-        contextlib.redirect_stdout(OutputStream(taker("out", out), 1)),
-        contextlib.redirect_stderr(OutputStream(taker("err", err), 2)),
-    ):
+    streams = OutputStream(taker("out", out), 1), OutputStream(taker("err", err), 2)
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         yield out, err
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in streams:  # not `sys.stdout`: the cell may have set that
+        stream.flush()
 
 
 def _result(

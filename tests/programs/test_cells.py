@@ -124,6 +124,14 @@ def test_a_full_disk_keeps_no_answer_back(run, monkeypatch):
         assert run("print('x' * 20_000)").stdout == "x" * 20_000 + "\n"
 
 
+@pytest.mark.parametrize("stream", ["None", "io.StringIO()", "open('/dev/null', 'w')\nsys.stdout.close()"])
+def test_a_cell_may_leave_another_stream(run, stream):
+    """`sys.stdout` may not even be a file after it: there is an answer, and the next cell prints as usual."""
+    result = run(f"import io, sys\nprint('one')\nsys.stdout = {stream}")
+    assert (result.stdout, result.error) == ("one\n", "")
+    assert run("print('two')").stdout == "two\n"
+
+
 def test_a_long_answer_is_not_too_long_for_the_link(run):
     """The end of the output is sent, with the number of characters that are missing."""
     source = (
