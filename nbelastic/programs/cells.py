@@ -23,7 +23,7 @@ from nbelastic.worker.cell_pieces import shortened
 from nbelastic.worker.output_buffer import OutputStream, printable
 
 MAX_TEXT = 50_000  # last characters of each stream, and of the traceback, that are sent
-MAX_DISPLAY = 4_000_000  # characters of one displayed object that are sent
+MAX_DISPLAY = 1_000_000  # bytes of one displayed object in its message; the driver takes no longer one
 MAX_ERROR = 500  # characters of an error in one line
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's count, which differs between workers
@@ -189,13 +189,14 @@ def _captured_displays(shell: Any, show: Callable[[str], object]) -> Iterator[No
 
 
 def _encoded(data: dict[str, Any], metadata: dict[str, Any]) -> str:
-    """A MIME bundle as JSON. Without its pictures if it is too long for a message."""
+    """A MIME bundle as JSON. Only its text, and why, if it is too long for a message."""
     pictures = {kind: b64encode(value).decode() for kind, value in data.items() if isinstance(value, bytes)}
     texts = {kind: value if kind != "text/plain" else _end(value) for kind, value in data.items()}
-    for bundle in ({**texts, **pictures}, {"text/plain": texts.get("text/plain", "")}):
-        text = json.dumps([bundle, metadata], default=str)
-        if len(text) <= MAX_DISPLAY:
-            break
+    text = json.dumps([{**texts, **pictures}, metadata], default=str)
+    size = len(json.dumps(text))
+    if size > MAX_DISPLAY:
+        why = f"not displayed: it has {size / 1e6:.1f} MB, and at most {MAX_DISPLAY / 1e6:g} MB are sent"
+        text = json.dumps([{"text/plain": f"{texts.get('text/plain', '')}\n({why})".lstrip()}, {}])
     return printable(text)
 
 

@@ -97,6 +97,24 @@ def test_a_picture_is_shown_as_in_a_notebook(run, end, count):
 
 
 @pytest.mark.parametrize(
+    "data",
+    [
+        "{'image/png': b'x' * 10**6, 'text/plain': '<Figure>'}",
+        "{'text/html': '\"' * 4 * 10**5, 'text/plain': '<Figure>'}",
+    ],
+)
+def test_a_picture_that_is_too_long_for_the_link(run, data):
+    """Its text is shown with the reason. The link would drop the whole message: quotation marks are longer there."""
+    pieces = []
+    assert run(f"get_ipython().display_pub.publish({data}, {{}})", lambda *piece: pieces.append(piece)).error == ""
+    ((_, _, text),) = pieces
+    assert len(encode(cell_messages.CellPiece(W, *pieces[0]))) < MAX_MESSAGE
+    ((shown, _),) = [json.loads(text)]
+    assert shown["text/plain"].startswith("<Figure>\n(not displayed: it has 1.")
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize(
     "wait",
     [
         "import time\ntime.sleep(60)",
