@@ -19,6 +19,7 @@ from nbelastic.state.checkpoint_files import reason
 from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.state import State
 from nbelastic.worker import session as _session
+from nbelastic.worker.error_text import chain
 from nbelastic.worker.interrupts import ProgramRejected, WorldAborted, WorldLeft
 from nbelastic.worker.own_errors import is_of_program
 from nbelastic.worker.session import Session
@@ -270,10 +271,5 @@ def frameworks() -> Watch:
 
 def _drop_tracebacks(error: BaseException | None) -> None:
     """Drop the tracebacks of an exception and of its causes: their frames refer to the old group."""
-    pending = [error]
-    while pending:
-        one = pending.pop()
-        if one is None:
-            continue
-        pending += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+    for one in chain(error):
         one.__traceback__ = one.__cause__ = one.__context__ = None

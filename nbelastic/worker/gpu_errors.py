@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import wait
 
-from nbelastic.worker.error_text import text_of
+from nbelastic.worker.error_text import chain, text_of
 from nbelastic.worker.threads import run_in_thread
 
 TIMEOUT = 10.0  # seconds for the synchronisations; a GPU with a fault may not answer
@@ -22,12 +22,10 @@ ASSERT = "device-side assert triggered"  # what the program itself has asserted 
 
 def is_gpu_error(error: BaseException) -> bool:
     """Whether torch, or another library, raised this or its cause because of the GPU. Not meant is too little memory."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in chain(error):
         text = text_of(cause).lower().replace(" ", "").replace("_", "")
         if isinstance(cause, RuntimeError) and any(one in text for one in TEXTS) and "outofmemory" not in text:
             return True
-        cause = cause.__cause__ or cause.__context__
     return False
 
 

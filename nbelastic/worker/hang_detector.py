@@ -23,6 +23,7 @@ from types import FrameType
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.worker.error_text import chain
 from nbelastic.worker.threads import run_in_thread
 
 HANG_TIMEOUT = 0.3  # seconds that an aborted main thread may sleep in a collective
@@ -203,8 +204,4 @@ class HangResponse:
 
 def may_be_collective(error: BaseException | None) -> bool:
     """Whether a collective may have raised `error`: torch.distributed raises RuntimeErrors, which user code may wrap."""
-    while error is not None:
-        if isinstance(error, RuntimeError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(one, RuntimeError) for one in chain(error))

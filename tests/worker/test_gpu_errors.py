@@ -10,6 +10,7 @@ import torch
 from nbelastic.protocol.exit_codes import GPU_LOST
 from nbelastic.worker import gpu_errors, own_errors
 from nbelastic.worker.error_text import text_of
+from nbelastic.worker.hang_detector import may_be_collective
 from nbelastic.worker.session import Session
 
 ECC = RuntimeError("CUDA error: uncorrectable ECC error encountered")
@@ -33,6 +34,12 @@ def caused_by(error):
         return made
 
 
+def each_the_cause_of_the_other(one, other):
+    """What a program raises that tries to recover, fails, and raises the first error again: `raise first from second`."""
+    one.__cause__, other.__cause__ = other, one
+    return one
+
+
 class Unreadable(Exception):
     def __str__(self):
         raise ZeroDivisionError
@@ -51,6 +58,9 @@ class Unreadable(Exception):
         (RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"), True),
         (RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"), True),
         (caused_by(ADDRESS), True),
+        (each_the_cause_of_the_other(ValueError("step 7 failed"), ADDRESS), True),
+        (each_the_cause_of_the_other(ValueError("step 7 failed"), KeyError("x")), False),
+        (ExceptionGroup("two tasks failed", [ValueError("1"), ADDRESS]), True),
         (caused_by(RuntimeError("CUDA error: out of memory")), False),
         (RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"), False),
         (RuntimeError("Triton Error [CUDA]: out of memory"), False),
@@ -122,3 +132,12 @@ def test_a_worker_whose_gpu_fails_ends_itself(monkeypatch, error, fails, outcome
             own_errors._gpu_is_lost(error, worker.groups)
     else:
         assert own_errors._gpu_is_lost(error, worker.groups) is outcome
+
+
+@pytest.mark.parametrize(
+    ("second", "maybe"), [(KeyError("x"), False), (RuntimeError("Connection closed by peer"), True)]
+)
+def test_a_lost_worker_may_be_behind_any_of_the_errors(second, maybe):
+    """Also of those that are each other's cause, and of those in a group."""
+    assert may_be_collective(each_the_cause_of_the_other(ValueError("step 7 failed"), second)) is maybe
+    assert may_be_collective(ExceptionGroup("two tasks failed", [ValueError("1"), second])) is maybe
