@@ -33,11 +33,12 @@ def admit_only(listener: int, addresses: Iterable[str]) -> None:
         if ours is None:
             return
         code = _program(ours.family, addresses)
-        if len(code) > _MAX_INSTRUCTIONS:
-            return
         text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
         with contextlib.suppress(OSError):
-            ours.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(code), ctypes.addressof(text)))
+            if len(code) <= _MAX_INSTRUCTIONS:
+                ours.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(code), ctypes.addressof(text)))
+                return
+    admit_all(listener)  # the filter from before would keep out the new addresses
 
 
 def admit_all(listener: int) -> None:

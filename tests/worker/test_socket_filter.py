@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from nbelastic.worker import socket_filter
 from nbelastic.worker.socket_filter import admit_all, admit_only
 from nbelastic.worker.sockets import ends_of, listeners
 
@@ -44,6 +45,16 @@ def test_only_the_given_addresses_connect():
         admit_all(one.fileno())
         admit_all(one.fileno())
         assert can_connect(one, "127.0.0.200")
+
+
+@pytest.mark.parametrize("most", [4096, 60_000])
+def test_too_many_addresses_for_a_filter(most, monkeypatch):
+    """Then every address can connect, also if no one could before: whether we know Linux's limit, or Linux refuses the filter."""
+    monkeypatch.setattr(socket_filter, "_MAX_INSTRUCTIONS", most)
+    with listening() as one:
+        admit_only(one.fileno(), ())
+        admit_only(one.fileno(), {f"10.0.{n // 250}.{n % 250}" for n in range(2000)})
+        assert can_connect(one, "127.0.0.1")
 
 
 def test_ipv6_addresses():
