@@ -17,12 +17,12 @@ from types import FrameType
 
 from nbelastic.protocol.rank_reports import OwnTime
 from nbelastic.worker.hang_detector import read_stat
-from nbelastic.worker.user_stack import format_line, is_user_file
+from nbelastic.worker.user_stack import NBELASTIC, format_line, is_user_file
 
 PERIOD = 0.05  # seconds between two samples
 WINDOW = 5.0  # seconds between two reports
 FEWEST = 40  # samples of a report
-WAITING_FILES = ("/torch/distributed/", "/torch/nn/parallel/", "/nbelastic/")
+WAITING_FILES = ("/torch/distributed/", "/torch/nn/parallel/")  # and our own
 BACKWARD_FILES = "/torch/autograd/"
 LOADER_FILES = "/torch/utils/data/"
 
@@ -66,7 +66,7 @@ class StepTimes:
 
 @lru_cache(1024)
 def _is_waiting_file(file: str) -> bool:
-    return any(part in file for part in WAITING_FILES)
+    return file.startswith(NBELASTIC) or any(part in file for part in WAITING_FILES)
 
 
 def _place(frame: FrameType | None) -> str:

@@ -12,10 +12,12 @@ from functools import lru_cache
 from types import FrameType
 
 MAX_STACK = 64_000  # characters
-_NBELASTIC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+NBELASTIC = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+)  # a user's own folder may have this name
 _LIBRARIES = (
     *dict.fromkeys(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")),
-    _NBELASTIC,
+    NBELASTIC,
     "<frozen",
 )
 _PACKAGES = r"[^\"\n]*/(?:site|dist)-packages/"  # of any environment: the user's own, a parent environment
@@ -67,7 +69,7 @@ def user_frames(inner: FrameType | None = None) -> list[FrameType]:
 def is_in_user_code(frame: FrameType | None) -> bool:
     """Whether user code runs here, or what it has called of other libraries than nbelastic."""
     while frame is not None and not _is_user_code(frame):
-        if frame.f_code.co_filename.startswith(_NBELASTIC):
+        if frame.f_code.co_filename.startswith(NBELASTIC):
             return False
         frame = frame.f_back
     return frame is not None

@@ -46,6 +46,13 @@ def test_time_in_collectives_is_not_the_rank_s_own(times):
     assert (found.step, found.own, found.place) == (100.0, 25.0, "train.py:88 in load")
 
 
+@pytest.mark.parametrize(("file", "own"), [("/home/me/nbelastic/train.py", 100.0), (step_times.__file__, 0.0)])
+def test_a_program_in_a_folder_of_our_name_works_for_itself(times, file, own):
+    """As in a checkout of this project. In our own files, the rank waits for others."""
+    times.at(file)
+    assert times.take(100.0 + WINDOW, 1, 50).own == own
+
+
 @pytest.mark.parametrize(("state", "own"), [("S", 0.0), ("R", 100.0)])
 def test_a_backward_pass_waits_while_it_sleeps(times, state, own):
     """It computes gradients and waits for their sums in one call: only the state of the thread differs."""
