@@ -14,11 +14,12 @@ MAX_TRACEBACK = 100_000  # last characters of a traceback that are sent
 
 def summary(error: BaseException) -> str:
     """The error in one line."""
-    if isinstance(error, SystemExit):
-        return f"SystemExit: the program called sys.exit({error.code!r})"
     module, name = type(error).__module__, type(error).__qualname__
     name = name if module in ("builtins", "__main__") else f"{module}.{name}"
-    message = str(error.msg or "") if isinstance(error, SyntaxError) else text_of(error)
+    if isinstance(error, SystemExit):
+        message = f"the program called sys.exit({error.code!r})"
+    else:
+        message = str(error.msg or "") if isinstance(error, SyntaxError) else text_of(error)
     text = f"{name}: {message}" if message else name
     if len(text) > MAX_ERROR:  # the cause may stand at the end, as in an error of a DataLoader's worker
         text = f"{text[: MAX_ERROR // 2]} … {text[-MAX_ERROR // 2 :]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -296,6 +297,13 @@ def test_an_error_has_its_traceback_from_the_users_first_line_on(session):
     assert result.error == "ValueError: no?"
     assert "program.py" not in result.traceback.replace("test_program.py", "")
     assert result.traceback.endswith("ValueError: no?\n")
+
+
+def test_a_long_exit_code_is_shortened_as_a_long_error_is(session):
+    """`sys.exit(text)` with megabytes of text: the link would drop the result, and the job would never end."""
+    (result,) = run(session, call(sys.exit, "x" * 2_000_000)[1])
+    assert result.error.startswith("SystemExit: the program called sys.exit('xxx")
+    assert len(result.error) < 1000
 
 
 def test_a_notebooks_function_finds_what_cells_have_defined_here(session):
