@@ -90,4 +90,6 @@ def redirect(path: Path, *descriptors: int) -> None:
     file = append_private(path)
     for descriptor in descriptors:
         os.dup2(file, descriptor)
-    os.close(file)
+        os.set_inheritable(descriptor, True)  # `dup2` does so only if the numbers differ
+    if file not in descriptors:  # else the program has closed that one, and the file has its number
+        os.close(file)

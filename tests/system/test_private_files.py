@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nbelastic.system.private_files import append_private, make_own, read_private, replace_private
+from nbelastic.system.private_files import append_private, make_own, read_private, redirect, replace_private
 
 
 def test_two_may_write_the_same_file_at_once(tmp_path: Path) -> None:
@@ -91,3 +91,16 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     with pytest.raises(PermissionError, match="another user"):
         make_own(tmp_path / "logs" / "job-1")
+
+
+def test_output_is_redirected_though_a_program_has_closed_it(tmp_path: Path) -> None:
+    """The log file may get the number of the closed descriptor. Child processes inherit it all the same."""
+    closed = os.open(os.devnull, os.O_WRONLY)
+    os.close(closed)
+    try:
+        redirect(tmp_path / "log", closed)
+        os.write(closed, b"hello")
+        assert os.get_inheritable(closed)
+        assert (tmp_path / "log").read_bytes() == b"hello"
+    finally:
+        os.close(closed)
