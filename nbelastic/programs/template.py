@@ -108,7 +108,7 @@ def _preload(module: str) -> str:
     """Import a module; returns why that is impossible, or nothing."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  (the worker will fail on it with its traceback)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the worker will fail on it with its traceback)
         log_line(f"nbelastic: preloading {module!r} failed:\n{traceback.format_exc().rstrip()}")
         return f"{type(error).__name__}: {error}"
     return ""

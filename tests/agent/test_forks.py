@@ -97,7 +97,7 @@ def report():
     names = {"quiet_module", "threaded_module"} & sys.modules.keys()
     print(template.REFUSED, sorted(names), "NBELASTIC_REFUSED" in os.environ, flush=True)
 sys.modules["__main__"].__spec__ = None
-os.environ.update(NBELASTIC_PRELOAD="missing_module,quiet_module,threaded_module", NBELASTIC_AGENT_PID=str(os.getpid()))
+os.environ.update(NBELASTIC_PRELOAD="missing_module,script_module,quiet_module,threaded_module", NBELASTIC_AGENT_PID=str(os.getpid()))
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(["nbelastic.programs.template"])
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -109,8 +109,14 @@ if __name__ == "__main__":
 
 
 def test_preloaded_modules_that_are_refused(tmp_path):
-    """One is missing: it is named. One starts a thread, which does not survive a fork: the template starts again without it."""
+    """One is missing, one is a script that ends: they are named. One starts a thread, which does not survive a fork.
+
+    The template starts again without that one.
+    """
     (tmp_path / "quiet_module.py").touch()
+    (tmp_path / "script_module.py").write_text(
+        "import argparse\nargparse.ArgumentParser().error('no data set is given')\n"
+    )
     (tmp_path / "threaded_module.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='spy').start()\n"
     )
@@ -122,6 +128,7 @@ def test_preloaded_modules_that_are_refused(tmp_path):
     )
     assert ended.stdout == (
         "the module 'missing_module' of preload cannot be imported (ModuleNotFoundError: No module named 'missing_module'); "
+        "the module 'script_module' of preload cannot be imported (SystemExit: 2); "
         "the module 'threaded_module' of preload starts the thread 'spy' when it is imported: "
         "each worker imports it itself ['quiet_module'] False\n"
     ), ended.stderr
