@@ -83,9 +83,8 @@ def _use_torch() -> None:
 
 
 def _train() -> None:
-    generator = torch.Generator()  # the global one belongs to the user
-    with torch.random.fork_rng(devices=[]):
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    generator = torch.Generator()  # the global one belongs to the user, whose setup cell may seed it at this moment
+    model = torch.nn.Sequential(torch.nn.utils.skip_init(torch.nn.Linear, 2, 2), torch.nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     for _ in range(2):

@@ -200,7 +200,21 @@ def test_a_warm_up_draws_no_random_number():
     """The program's first numbers are those of its seed."""
     before = torch.get_rng_state()
     warm._use_device(CPU)
+    warm._use_torch()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_setup_cell_may_seed_during_the_warm_up(monkeypatch):
+    """The main thread runs it while the warm-up's thread makes its model: the seed stays."""
+    make = torch.nn.ReLU
+
+    def seeded():
+        torch.manual_seed(5)
+        return make()
+
+    monkeypatch.setattr(torch.nn, "ReLU", seeded)
+    warm._use_torch()
+    assert torch.equal(torch.get_rng_state(), torch.manual_seed(5).get_state())
 
 
 class DyingSender:
