@@ -6,6 +6,8 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 
 MAX_REPORTS = 256  # when there are more, every other one is dropped
+MAX_TEXT = 600_000  # characters of all, about; the driver takes no much longer message
+NUMBER = 28  # characters of a value, and of what is around it and its name
 
 Report = dict[str, float | None]
 
@@ -25,7 +27,8 @@ class UnsentReports:
             return
         self._skipped = 0
         self._kept.append(self._newest)
-        if len(self._kept) == MAX_REPORTS:
+        text = sum(len(name) + NUMBER for _, values in self._kept for name in values)
+        if len(self._kept) == MAX_REPORTS or text > MAX_TEXT:
             self._kept = self._kept[::2]
             self._every = max(1, self._every) * 2
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from nbelastic.protocol import worker_messages
+from nbelastic.protocol.json_encoding import encode
+from nbelastic.transport.sockets import MAX_MESSAGE
 from nbelastic.worker.protocol import Send
 from tests.worker.worker_protocol import CONNECTED, commit
 
@@ -110,3 +114,16 @@ def test_a_nan_after_the_last_commit_is_sent(worker):
     worker.telemetry.put({"loss": float("nan")})
     worker.facts.busy = False
     assert values(worker, 1.01) == [(True, {"loss": None})]
+
+
+def test_many_figures_without_a_driver_fit_in_one_message(worker):
+    """A program with 300 figures trains on without a driver. Its report to the next one has some of all times, and the newest."""
+    figures = {f"layer {number}/norm of the gradient": 1 / 3 for number in range(300)}
+    for commits in range(1, 2001):
+        worker.facts.unsent.add(commits, figures)
+    report = worker.report(1, "")
+    assert len(encode(report)) < MAX_MESSAGE
+    kept = [commits for commits, _ in report.reports]
+    assert kept[0] == 1
+    assert kept[-1] == 2000
+    assert max(later - earlier for earlier, later in pairwise(kept)) < 300
