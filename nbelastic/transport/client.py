@@ -303,7 +303,10 @@ class Client:
             return
         self._send_all(socket, delivery.due(now))
         while self._reports and now - self.heard_at <= REPORT_SILENCE * self._heartbeat:
-            _, message = self._reports.popitem()
+            try:
+                _, message = self._reports.popitem()
+            except KeyError:  # another thread has begun a new session
+                break
             if self._fits(frame := encode(message), message):
                 self._send_all(socket, [(delivery.head(), frame)])
 

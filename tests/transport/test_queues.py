@@ -153,6 +153,33 @@ def test_unsent_telemetry_is_replaced():
     asyncio.run(story())
 
 
+class ClearedReports(dict):
+    """Another thread begins a new session at the moment when a report is taken."""
+
+    def popitem(self):
+        self.clear()
+        return super().popitem()
+
+
+def test_a_new_session_begins_while_a_report_goes_out():
+    """An agent's main thread begins it for a new driver. The report is lost, as it may be, and the link goes on."""
+
+    async def story():
+        async with running_driver() as driver:
+            client = Client(
+                driver.server.address, driver.keys.for_clients(), PEER, worker_messages.ToWorker, lambda _: None
+            )
+            client._reports = ClearedReports()
+            client.start()
+            client.report(worker_messages.WorkerProgress(WORKER, 1, 1, {}))
+            await until(lambda: not client._reports)
+            client.send(MESSAGE)
+            await until(lambda: driver.received_from(PEER) == [MESSAGE])
+            await asyncio.to_thread(client.close)
+
+    asyncio.run(story())
+
+
 def test_discarded_messages_are_logged(caplog):
     """While the driver is away a limited number of messages waits.
 
