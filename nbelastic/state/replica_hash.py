@@ -313,8 +313,9 @@ def _words(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The bytes of a piece as numbers, in the order of its elements, whatever their order in memory."""
     flat = tensor.reshape(-1)[piece.start : piece.end] if piece.is_flat else tensor[piece.start : piece.end].reshape(-1)
     dtype = dict(_WORDS)[piece.word]
-    if flat.data_ptr() % piece.word or flat.storage_offset() * flat.element_size() % piece.word:
-        flat = flat.clone()
+    is_odd = flat.data_ptr() % piece.word or flat.storage_offset() * flat.element_size() % piece.word
+    if is_odd or flat.stride(0) != 1:  # a column of a larger tensor has gaps
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).view(dtype)
 
 

@@ -61,6 +61,12 @@ def images():
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def columns():
+    model = nn.Linear(3, 2)
+    model.scale, model.shift = (nn.Parameter(torch.randn(9, 4)[:, part]) for part in (1, slice(2, 3)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def flip(tensor, draw):
     """Flip one bit, as a faulty memory does: nothing counts it."""
     place = tensor.data if tensor.is_contiguous() else tensor.data.permute(0, 2, 3, 1)
@@ -152,6 +158,19 @@ def test_a_newcomer_has_the_same_hashes(make):
         rank.step()
     assert old.hashes() == new.hashes()
     assert old.state.commits == new.state.commits == 5
+
+
+def test_a_parameter_with_gaps_in_memory_is_hashed_by_its_elements():
+    """A column of a larger tensor, as of a weight that is split into parts."""
+    good, bad = Rank(columns), Rank(columns)
+    for rank in (good, bad):
+        rank.step()
+    assert good.hashes() == bad.hashes()
+    with torch.no_grad():
+        bad.model.shift[8] += 1
+    for rank in (good, bad):
+        rank.step()
+    assert good.hashes() != bad.hashes()
 
 
 def test_buffers_and_random_generators_are_not_hashed():
