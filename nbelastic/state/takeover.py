@@ -7,6 +7,7 @@ options of optimizers, schedulers) are merged as in a three-way merge: what the 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -195,6 +196,8 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isnan(one):
+        return isnan(other)
     equal = one == other
     return equal if isinstance(equal, bool) else bool(getattr(equal, "all", lambda: equal)())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -187,6 +189,14 @@ VALUES = st.recursive(
 def test_a_program_that_was_not_edited_changes_nothing(base, present):
     """Whatever the training has made of its values."""
     assert merged(base, present, base) == present
+
+
+def test_a_value_that_begins_as_nan_goes_on():
+    """NaN does not equal itself, and is still no edit: `best=math.nan` is a usual first value."""
+    base, edited = ({"best": math.nan, "losses": [float("nan")]} for _ in range(2))
+    own: list[str] = []
+    assert merged(base, {"best": 0.5, "losses": [0.7]}, edited, "state", own) == {"best": 0.5, "losses": [0.7]}
+    assert own == []
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), VALUES), st.sampled_from("abcd"), VALUES)
