@@ -38,13 +38,14 @@ ALLOWED = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # the name in Python 3.13, which others may not have
+            module = "pathlib"
         kind = getattr(torch, name, None) if module == "torch" else None
         if name in ALLOWED.get(module, ()) or kind is torch.Size or isinstance(kind, torch.dtype):
             return super().find_class(module, name)

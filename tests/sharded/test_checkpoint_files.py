@@ -1,6 +1,8 @@
 """A checkpoint of a sharded state: the files of all ranks are one checkpoint of torch, complete or not there."""
 
+import pathlib
 import pickle
+import sys
 import threading
 
 import pytest
@@ -199,6 +201,16 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys):
     assert "__1_0.distcp has" in lines[1]
     with pytest.raises(StateError, match="cannot be used: __1_0"):
         find(cut)
+
+
+def test_a_checkpoint_of_python_3_13_is_read_by_others(tmp_path, monkeypatch):
+    """torch pickles the path of the folder, whose class is in `pathlib._local` there, and only there."""
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "pathlib._local", pathlib)
+        patched.setattr(type(tmp_path), "__module__", "pathlib._local")
+        path = save(tmp_path, *trained())
+    assert b"pathlib._local" in (path / ".metadata").read_bytes()
+    assert Stored(path).record()["commits"] == 7
 
 
 def test_no_checkpoint_is_one_clear_error(tmp_path):
