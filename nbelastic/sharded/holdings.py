@@ -85,6 +85,15 @@ class Holdings:
         self.layouts = {number: layout for number, layout in self.layouts.items() if number in generations}
         self.ranks = {number: rank for number, rank in self.ranks.items() if number in generations}
 
+    def has_own(self, commit: Commit) -> bool:
+        """Whether this rank holds its own shard of a commit that it made."""
+        return Held(commit, self.ranks[commit.generation]) in self.shards
+
+    def keep_record(self, commit: Commit, record: Record) -> None:
+        """Drop all commits: the job can return to the live tensors alone. The record names the commit if they are lost."""
+        self.keep()
+        self.records[commit] = record
+
     def before(self, commit: Commit) -> list[Commit]:
         """The newest commit that is held and older than this one, if there is one."""
         older = [held.commit for held in self.shards if held.commit < commit]

@@ -62,7 +62,7 @@ def _held(state: Any) -> Holdings:
     replication, bound, live = state._replication, state._bound, state._live_commit
     if replication is not None:
         held.add_copies(replication.arrived(), replication.held_on_host())
-    if bound is not None and live is not None and live not in held.records:
+    if bound is not None and live is not None and not held.has_own(live):
         shard = bound.shard()
         held.add_own(live, shard, full_record(state._live_record, bound, shard))
     return held

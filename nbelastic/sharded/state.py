@@ -150,8 +150,8 @@ class ShardedState(State):
             self._replicate()
         elif self._replication is not None:
             self._absorb(self._replication.finish_if_done())
-        if not self._copies:
-            self._holdings.keep()  # a step of this generation was made, so every rank has filled its shard
+        if not self._copies and self._live_commit is not None:  # every rank has filled its shard: it has made a step
+            self._holdings.keep_record(self._live_commit, self._live_record)
         if session.checkpoints is not None:
             session.checkpoints.committed(self)
         session.committed(self.commits)
@@ -248,7 +248,7 @@ class ShardedState(State):
             self._keep_copies(self._replication, wait=aborted)
         self._modes.restore()
         bound, live = self._bound, self._live_commit
-        if bound is not None and live is not None and live not in self._holdings.records:
+        if bound is not None and live is not None and not self._holdings.has_own(live):
             shard = bound.shard()
             self._holdings.add_own(live, shard, full_record(self._live_record, bound, shard))
         self._unbind()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import nbelastic as nbe
+from nbelastic.errors import StateError
 from nbelastic.worker import ranks
 from tests.sharded.fake_world import fake_world
 from tests.state.conftest import FakeSession, formation
@@ -67,6 +68,20 @@ def test_a_commit_waits_for_the_step_while_any_rank_accumulates(monkeypatch):
         state._session.others_accumulate = False
         state.commit()
         assert state.commits == 2
+
+
+def test_without_copies_a_break_within_a_step_names_the_commit_that_is_lost(monkeypatch):
+    """No rank holds anything then: the job goes on from a checkpoint, or ends with the line."""
+    with bound(monkeypatch) as state:
+        for _ in range(2):
+            backward(state)
+            state.optimizer.step()
+            state.commit()
+        backward(state)
+        state.optimizer.step()
+        state.generation_ended(aborted=True)
+        with pytest.raises(StateError, match="the training state is lost: .* so commit 2 is not whole"):
+            state.sync(formation(0, 1, generation=2))
 
 
 @pytest.mark.parametrize("aborted", [True, False])
