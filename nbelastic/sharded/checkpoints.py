@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -69,6 +70,7 @@ class Writer:
         self._memory: Arena | None = None
         self.tokens: list[str] = []  # of all generations: begin the names of their temporary folders
         self._begun = 0  # checkpoints of this generation
+        self._failed: list[Path] = []  # temporary folders of checkpoints that rank 0 could not complete
         self._layout: Layout
         self._names: Names
         self._rank = -1  # no model is bound yet
@@ -126,16 +128,26 @@ class Writer:
             snapshot = take()
             shards = self._shards(snapshot)
         except Exception as error:
+            self._failed.append(temporary)
             files.write_failure(temporary, self._rank, error)
             raise
         commits = snapshot.commit.number
         self._saving = Saving(folder, commits)
         if self._rank == 0:
             complete = self._completion(temporary, folder, keep, snapshot, shards)
-            self._saving.begin(lambda: _call_with(complete(), commits, then))
+            self._saving.begin(lambda: _call_with(self._try(complete, temporary), commits, then))
         else:
             self._saving.begin(partial(files.write_part, temporary, self._rank, shards))
         return self._saving
+
+    def _try(self, complete: Callable[[], Path], temporary: Path) -> Path:
+        """Complete a checkpoint. The files of one that fails stay until the next one, as other ranks may still write theirs."""
+        while self._failed:
+            shutil.rmtree(self._failed.pop(), ignore_errors=True)
+        self._failed.append(temporary)
+        path = complete()
+        self._failed.remove(temporary)
+        return path
 
     def _completion(
         self, temporary: Path, folder: Path, keep: int, snapshot: Snapshot, shards: files.Shards

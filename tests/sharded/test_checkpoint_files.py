@@ -122,6 +122,25 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_write(tmp_path, capsys):
     assert "No space left" in capsys.readouterr().err
 
 
+def test_checkpoints_that_fail_do_not_fill_the_disk(tmp_path):
+    """A rank without memory, for example, fails each: the files of the other ranks are removed before the next one."""
+    model, optimizer = trained()
+    bound = Bound({"model": model}, {"optimizer": optimizer})
+    layout = layout_of(bound, (1, 2, 1))
+    first, second = writers(bound, layout)
+
+    def fail():
+        raise MemoryError
+
+    for commits in (1, 2, 3):
+        saving = first.save(tmp_path, 3, lambda: snapshot(bound, layout, 0, commits))
+        with pytest.raises(MemoryError):
+            second.save(tmp_path, 3, fail)
+        with pytest.raises(StateError):
+            saving.wait(20)
+    assert [path.name for path in tmp_path.glob(".parts-*")] == [".parts-token-3"]
+
+
 def test_the_training_may_go_on_while_its_copy_is_written(tmp_path, monkeypatch):
     """A step after `save` does not change the checkpoint."""
     model, optimizer = trained()
