@@ -10,9 +10,10 @@ not there. The folder's name is that of other checkpoints: see `state.checkpoint
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from nbelastic.state.checkpoint_streams import StreamTransform
 
 PARTS = ".parts-"  # begins the names of temporary folders
 POLL = 0.05  # seconds between two looks for parts
+SIGN = 1.0  # seconds between two signs that a rank is still writing
 STALE = 24 * 3600.0  # seconds after which a temporary folder of another job is removed
 
 
@@ -86,11 +88,32 @@ def write_part(temporary: Path, rank: int, shards: Shards) -> None:
     """Write this rank's file and its part. Raises OSError and others; then the part has the reason."""
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        part = Part(_write_values(temporary, rank, shards))
+        with _signs(temporary / f"part-{rank}.signs"):
+            part = Part(_write_values(temporary, rank, shards))
     except Exception as error:
         write_failure(temporary, rank, error)
         raise
     _put(temporary, rank, part)
+
+
+@contextlib.contextmanager
+def _signs(path: Path) -> Iterator[None]:
+    """Let a small file grow meanwhile: while a large one is flushed, it does not grow, and rank 0 must not give up."""
+    done = threading.Event()
+
+    def grow() -> None:
+        with contextlib.suppress(OSError):  # the disk is full, or rank 0 has removed the folder
+            while not done.wait(SIGN):
+                with path.open("ab") as file:
+                    file.write(b".")
+
+    thread = threading.Thread(target=grow, name="nbelastic-checkpoint-signs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def write_failure(temporary: Path, rank: int, error: Exception) -> None:

@@ -104,6 +104,30 @@ def test_a_checkpoint_without_the_part_of_a_rank_is_not_there(tmp_path, monkeypa
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_the_last_checkpoint_waits_for_a_slow_disk(tmp_path, monkeypatch):
+    """While a rank flushes a large file, no file of data grows. Rank 0 has patience as long as that rank lives."""
+    monkeypatch.setattr(checkpoints, "HURRY", 1.0)
+    monkeypatch.setattr(checkpoint_files, "SIGN", 0.02)
+    model, optimizer = trained()
+    bound = Bound({"model": model}, {"optimizer": optimizer})
+    layout = layout_of(bound, (1, 2, 1))
+    first, second = writers(bound, layout)
+    flush = checkpoint_files.flush
+
+    def slow(path):
+        if path.name.startswith("__1_"):
+            signs = path.parent / "part-1.signs"
+            until(lambda: signs.exists() and signs.stat().st_size > 70)
+        flush(path)
+
+    monkeypatch.setattr(checkpoint_files, "flush", slow)
+    saving = first.save(tmp_path, 3, lambda: snapshot(bound, layout, 0, 5))
+    first.hurry()
+    second.save(tmp_path, 3, lambda: snapshot(bound, layout, 1, 5))
+    path = saving.wait(20)
+    assert sorted(one.name for one in path.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
 def test_rank_0_does_not_wait_for_a_rank_that_cannot_write(tmp_path, capsys):
     """The reason of the other rank is in rank 0's line."""
     model, optimizer = trained()
