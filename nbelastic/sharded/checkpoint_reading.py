@@ -41,6 +41,20 @@ ALLOWED = {
     "collections": {"OrderedDict"},
 }
 
+DAMAGED = (  # what a damaged pickle raises
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    SystemError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -72,7 +86,7 @@ class Stored:
                     raise StateError(f"{name} has {size} bytes instead of {end}")
         except OSError as error:
             raise StateError(reason(error)) from None
-        except (AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        except DAMAGED as error:
             raise StateError(f"its {METADATA} is damaged ({reason(error)})") from None
 
     @property

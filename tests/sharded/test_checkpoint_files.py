@@ -234,14 +234,16 @@ def test_a_late_checkpoint_does_not_become_the_newest(tmp_path, monkeypatch):
 def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys):
     """A file that was cut, or a `.metadata` that is not torch's: the line says why, and the one before it is used."""
     model, optimizer = trained()
-    good, cut, odd = (save(tmp_path, model, optimizer, commits=commits) for commits in (1, 2, 3))
+    good, cut, odd, damaged = (save(tmp_path, model, optimizer, commits=commits, keep=4) for commits in (1, 2, 3, 4))
     (cut / "__1_0.distcp").write_bytes((cut / "__1_0.distcp").read_bytes()[:-100])
     (odd / ".metadata").write_bytes(pickle.dumps(pytest.approx))
+    (damaged / ".metadata").write_bytes(b"\x80\x04\x95" + b"\xff" * 40)
     capsys.readouterr()
     assert newest(tmp_path).path == good
     lines = capsys.readouterr().err.splitlines()
-    assert "which is not read" in lines[0]
-    assert "__1_0.distcp has" in lines[1]
+    assert "its .metadata is damaged (OverflowError" in lines[0]
+    assert "which is not read" in lines[1]
+    assert "__1_0.distcp has" in lines[2]
     with pytest.raises(StateError, match="cannot be used: __1_0"):
         find(cut)
 
