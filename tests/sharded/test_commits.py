@@ -80,7 +80,7 @@ def test_without_copies_a_break_within_a_step_names_the_commit_that_is_lost(monk
         backward(state)
         state.optimizer.step()
         state.generation_ended(aborted=True)
-        with pytest.raises(StateError, match="the training state is lost: .* so commit 2 is not whole"):
+        with pytest.raises(StateError, match=r"the training state is lost: .* so commit 2 is not whole"):
             state.sync(formation(0, 1, generation=2))
 
 
