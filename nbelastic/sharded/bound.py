@@ -81,9 +81,7 @@ class Bound:
             for key in optimizers.shared(optimizer):
                 raise StateError(f"{optimizer_name} keeps {key!r} for no parameter: ShardedState cannot recover it.")
             for parameter in optimizers.parameters(optimizer):
-                if parameter not in self._names:
-                    raise StateError(f"{optimizer_name} has got a parameter of no bound model after bind().")
-                name = self._names[parameter]
+                name = self._name_of(parameter, optimizer_name)
                 for entry, value in optimizer.state.get(parameter, {}).items():
                     what = f"{optimizer_name} keeps {entry!r} for {name}"
                     if is_scalar(value):
@@ -116,10 +114,15 @@ class Bound:
         return {
             name: {
                 "groups": optimizers.settings(optimizer),
-                "names": [[self._names[one] for one in group["params"]] for group in optimizer.param_groups],
+                "names": [[self._name_of(one, name) for one in group["params"]] for group in optimizer.param_groups],
             }
             for name, optimizer in self.optimizers.items()
         }
+
+    def _name_of(self, parameter: torch.Tensor, optimizer: str) -> str:
+        if parameter not in self._names:
+            raise StateError(f"{optimizer} has got a parameter of no bound model after bind().")
+        return self._names[parameter]
 
     def watch(self, before_step: Callable[[], object]) -> None:
         """Until `unwatch`, call `before_step()` before each step of an optimizer."""
