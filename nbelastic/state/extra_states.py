@@ -18,7 +18,7 @@ class ExtraStates:
         self, modules: Mapping[str, torch.nn.Module] | None = None, plain_name: Callable[[str], str] = str
     ) -> None:
         self._layers = {
-            f"{name}.{plain_name(path)}": layer
+            f"{name}.{plain_name(f'{path}.').removesuffix('.')}": layer
             for name, module in (modules or {}).items()
             for path, layer in module.named_modules()
             if _has_extra_state(layer)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from nbelastic import StateError, TorchState
+from nbelastic.sharded.parameters import plain_name
 from nbelastic.state import checkpoints as saving
+from nbelastic.state.extra_states import ExtraStates
 from nbelastic.state.takeover import initial_values, take_over
 from tests.state.kept import write
 from tests.state.training import receive
@@ -86,6 +89,15 @@ def test_a_new_program_goes_on_with_it():
     base = initial_values(old)
     take_over(new, old, base, initial_values(new))
     assert new.model[1].calls == 4
+
+
+def test_a_sharded_model_finds_it_also_if_its_layers_are_wrapped_now():
+    """A commit of a program that did not checkpoint activations, or compile, has the same names."""
+    plain, other = (nn.Sequential(nn.Linear(2, 2), Scaled()) for _ in range(2))
+    plain[1].calls, layer = 4, other[1]
+    other[1] = checkpoint_wrapper(layer)
+    ExtraStates({"model": checkpoint_wrapper(other)}, plain_name).set(ExtraStates({"model": plain}, plain_name).copy())
+    assert layer.calls == 4
 
 
 def test_what_is_not_plain_data_is_refused_at_the_start(begun):
