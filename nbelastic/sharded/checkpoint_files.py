@@ -33,9 +33,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.chunks import Chunk, Parameter, owners_of
+from nbelastic.state.checkpoint_checksums import File, measured, write_sealed
 from nbelastic.state.checkpoint_files import REMOVING, flush, reason, rename, tidy
 from nbelastic.state.checkpoint_streams import StreamTransform
 
+METADATA = ".metadata"
+CHECKSUMS = "checksums"  # of all files, by name: torch does not notice changed bytes
 PARTS = ".parts-"  # begins the names of temporary folders
 POLL = 0.05  # seconds between two looks for parts
 SIGN = 1.0  # seconds between two signs that a rank is still writing
@@ -53,9 +56,10 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one rank has written; `error`: why it has not."""
+    """What one rank has written, with the checksums of its files; `error`: why it has not."""
 
     written: tuple[Written, ...] = ()
+    files: dict[str, File] = {}
     error: str = ""
 
 
@@ -89,7 +93,8 @@ def write_part(temporary: Path, rank: int, shards: Shards) -> None:
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         with _signs(temporary / f"part-{rank}.signs"):
-            part = Part(_write_values(temporary, rank, shards))
+            written = _write_values(temporary, rank, shards)
+            part = Part(written, {name: measured(temporary / name) for name in {one.file for one in written}})
     except Exception as error:
         write_failure(temporary, rank, error)
         raise
@@ -236,7 +241,7 @@ def finish(
     written_as: Mapping[str, str],
     parts: Sequence[Part],
 ) -> Path:
-    """Write `.metadata`, and rename the folder. StateError if a chunk is missing. `name`: parent folder, commit, number.
+    """Write `.metadata` and the checksums, and rename the folder. StateError if a chunk is missing. `name`: parent folder, commit, number.
 
     `written_as`: for each further key of a parameter that layers share, the key under which it was written.
     """
@@ -254,6 +259,8 @@ def finish(
                 raise StateError(f"no rank has written {key} from {tuple(offsets or ())}")
             results.append(WriteResult(MetadataIndex(key, offsets), place.length, place))
     writer.finish(metadata, [results])
+    files = {name: file for part in parts for name, file in part.files.items()}
+    write_sealed(temporary / CHECKSUMS, msgspec.json.encode({**files, METADATA: measured(temporary / METADATA)}))
     for path in temporary.glob("part-*"):
         path.unlink()
     flush(temporary)

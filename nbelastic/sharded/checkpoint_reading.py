@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -18,11 +19,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from nbelastic.errors import StateError
+from nbelastic.sharded.checkpoint_files import CHECKSUMS, METADATA
 from nbelastic.sharded.chunks import Chunk
+from nbelastic.state.checkpoint_checksums import File, check_file, read_sealed
 from nbelastic.state.checkpoint_files import listed, reason
 from nbelastic.state.checkpoints import first_usable
 
-METADATA = ".metadata"
 RECORD = "nbelastic"  # the key of what no other value of a checkpoint says: counters, samplers, names
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -158,6 +160,20 @@ class Stored:
             raise StateError(f"{self.path} cannot be read ({reason(error)})") from None
 
 
+def check_files(path: Path, number: int = 0, processes: int = 1) -> None:
+    """StateError if a file is not as it was written. So many `processes` check some each; this one has this `number`.
+
+    Checkpoints of other programs, and of older versions, have no checksums.
+    """
+    try:
+        if (path / CHECKSUMS).exists():
+            files = msgspec.json.decode(read_sealed(path / CHECKSUMS), type=dict[str, File])
+            for name in sorted(files)[number::processes]:
+                check_file(path, name, files[name])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StateError(reason(error)) from None
+
+
 class _Planner:
     """Where torch's reader puts what it reads."""
 
@@ -182,13 +198,22 @@ class _Planner:
             raise StateError(f"{key} cannot be read, or is not plain data ({reason(error)})") from None
 
 
-def newest(folder: Path) -> Stored | None:
-    """The newest complete checkpoint of nbelastic in `folder`; None: there is none. StateError if none can be read."""
+def newest(folder: Path, refused: Mapping[Path, str] = {}) -> Stored | None:
+    """The newest complete checkpoint of nbelastic in `folder`; None: there is none. StateError if none can be used.
+
+    `refused`: why not, by path, of those whose files are damaged.
+    """
+
+    def use(path: Path) -> Stored:
+        if path in refused:
+            raise StateError(refused[path])
+        return _with_record(path)
+
     try:
         known = [path for path in listed(folder) if (path / METADATA).exists()]
     except OSError as error:
         raise StateError(f"there is no checkpoint in {folder} ({reason(error)}).") from None
-    return first_usable(folder, known, _with_record)
+    return first_usable(folder, known, use)
 
 
 def _with_record(path: Path) -> Stored:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.bound import Bound
-from nbelastic.sharded.checkpoint_reading import Stored, find
+from nbelastic.sharded.checkpoint_reading import Stored, check_files, find
 from nbelastic.sharded.checkpoint_restoring import Restoring
 from nbelastic.sharded.checkpoints import ShardedPlan, Writer
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
+from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
 from nbelastic.sharded.whole_commits import Lost
 from nbelastic.state.checkpoints import Plan, as_folder, print_line
+from nbelastic.state.transfer import from_bytes, to_bytes
+from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
 
@@ -27,6 +32,7 @@ class Start:
         self._loaded: Path | None = None  # the checkpoint that the program has given to `load`
         self._record: Record | None = None
         self._plan: ShardedPlan | None = None
+        self._line = ""  # about the checkpoint
 
     def begin(self, session: Session) -> None:
         """A program begins."""
@@ -53,22 +59,42 @@ class Start:
         self._loaded = stored.path
         return stored.path, stored.record() if stored.has_record else None
 
-    def message(self, lost: Lost | None) -> dict[str, Any]:
-        """On rank 0: which checkpoint all ranks begin from. `lost`: the commit that cannot be restored.
+    def choose(
+        self, session: Session, formation: Formation, group: Any, lost: Lost | None, small: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Collective: rank 0's message: which checkpoint all ranks begin from, and its first `small` values.
 
-        The job's newest checkpoint comes before one that the program loads. After a loss, the latter does not count.
+        Each rank checks some of the files. If one is damaged, the checkpoint before is tried. `lost`: the commit that cannot
+        be restored.
         """
-        stored = self._plan.newest() if self._plan is not None else None
+        beside = {"small": small, "token": uuid.uuid4().hex}  # a part of the names of this generation's temporary files
+        refused: dict[Path, str] = {}
+        while True:
+            sent = to_bytes({**beside, **self._message(lost, refused)}) if formation.rank == 0 else bytearray()
+            message: dict[str, Any] = from_bytes(session.run_abortable(partial(broadcast_bytes, sent, 0, group)))
+            path = message["checkpoint"]
+            problem = session.run_abortable(partial(_problem, path, formation, group)) if path else ""
+            if not problem:
+                if formation.rank == 0 and self._line:
+                    print_line(self._line)
+                self.writer.enter(message["token"])
+                return message
+            refused[Path(path)] = problem
+
+    def _message(self, lost: Lost | None, refused: Mapping[Path, str]) -> dict[str, Any]:
+        """The job's newest checkpoint comes before one that the program loads. After a loss, the latter does not count."""
+        stored, self._line = self._plan.newest(refused) if self._plan is not None else None, ""
         if stored is not None:
             commits = stored.record()["commits"]
+            self._line = f"the training continues at commit {commits}, from {stored.path}."
             if lost is not None:
                 back = lost.commit.number - commits
-                print_line(
+                self._line = (
                     f"{lost} The training goes back to commit {commits}, from {stored.path}: {back} commits are lost."
                 )
-            else:
-                print_line(f"the training continues at commit {commits}, from {stored.path}.")
         elif self._loaded is not None and lost is None:
+            if self._loaded in refused:
+                raise StateError(f"the checkpoint {self._loaded} cannot be used: {refused[self._loaded]}.")
             stored = Stored(self._loaded)
         if stored is None:
             return {"checkpoint": "", "record": None}
@@ -98,3 +124,13 @@ class Start:
             if rank == 0:
                 print_line(f"{self.path} was not written by nbelastic: it has no {', '.join(missing)}.")
         return record
+
+
+def _problem(path: str, formation: Formation, group: Any) -> str:
+    """Collective: why this checkpoint cannot be used; empty if no rank has found a damaged file."""
+    own = ""
+    try:
+        check_files(Path(path), formation.rank, formation.world_size)
+    except StateError as error:
+        own = str(error)
+    return next(filter(None, (one.decode() for one in gather_bytes(own.encode(), group))), "")

@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -250,9 +250,9 @@ class ShardedPlan:
     def resume(self, state: State) -> None:
         """Nothing to do: `ShardedState.sync` begins from the newest checkpoint."""
 
-    def newest(self) -> Stored | None:
-        """The newest complete checkpoint. StateError if there are some, and none can be used."""
-        stored = newest(self._plan.folder)
+    def newest(self, refused: Mapping[Path, str]) -> Stored | None:
+        """The newest complete checkpoint. StateError if there are some, and none can be used. `refused`: see `newest`."""
+        stored = newest(self._plan.folder, refused)
         if stored is not None:
             self._plan.found(stored.path, stored.record()["commits"])
         return stored

@@ -180,9 +180,7 @@ class ShardedState(State):
         if self._formation is None:
             self._set_small(record or {"small": {}})
         elif self._choice is None and self._start.path is None and self._session is not None:
-            sent = self._small_message(None) if self._formation.rank == 0 else bytearray()
-            data = self._session.run_abortable(lambda: broadcast_bytes(sent, 0, self._group))
-            self._begin_from(from_bytes(data))
+            self._begin_from(self._start.choose(self._session, self._formation, self._group, None, self._first_small))
         return self._start.path or found
 
     def restore(self) -> None:
@@ -282,15 +280,15 @@ class ShardedState(State):
         lost = choice if isinstance(choice, Lost) and choice.commit.number > 0 else None
         self._choice = choice if isinstance(choice, Choice) else None
         self._continued = continued(choice, statements, formation.rank) if self._is_after_loss else None
-        root = self._choice.members[0] if self._choice is not None else 0
-        sent = self._small_message(lost) if formation.rank == root else bytearray()
-        message = from_bytes(session.run_abortable(lambda: broadcast_bytes(sent, root, group)))
-        self._start.writer.enter(message["token"])
         if self._choice is None:
-            self._begin_from(message)
+            self._begin_from(self._start.choose(session, formation, group, lost, self._first_small))
             if lost is not None and self._start.path is None:
                 raise StateError(f"{lost} {ADVICE}")
             return
+        root = self._choice.members[0]
+        sent = self._small_message(self._choice.commit) if formation.rank == root else bytearray()
+        message = from_bytes(session.run_abortable(lambda: broadcast_bytes(sent, root, group)))
+        self._start.writer.enter(message["token"])
         commit, holdings = self._choice.commit, self._holdings
         if formation.rank not in self._choice.members:
             keep_message(holdings, commit, message)
@@ -304,16 +302,12 @@ class ShardedState(State):
         self.commits = record["commits"] if record is not None else 0
         self._set_small({"small": {**message["small"], **(record or {"small": {}})["small"]}})
 
-    def _small_message(self, lost: Lost | None) -> bytearray:
+    def _small_message(self, commit: Commit) -> bytearray:
         """For ranks that did not make the chosen commit: its small values, and how its shards were split."""
-        token = uuid.uuid4().hex  # of this generation, in the names of temporary files
-        if self._choice is None:
-            found = self._start.message(lost)
-            return to_bytes({"small": self._first_small, "token": token, **found})
         assert self._session is not None
-        commit, logs = self._choice.commit, self._contents.named(StepLog)
+        logs = self._contents.named(StepLog)
         given = merged_small(self._holdings.records[commit], self._session.programs.program, self._first_small, logs)
-        return to_bytes({**commit_message(self._holdings, commit), "given": given, "token": token})
+        return to_bytes({**commit_message(self._holdings, commit), "given": given, "token": uuid.uuid4().hex})
 
     def _cell_ended(self, *, accepted: bool, changed: bool) -> None:  # noqa: ARG002
         """What the cell has `changed` belongs to the next commit: of this one there are copies already."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import os
 import re
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from nbelastic.errors import StateError
+from nbelastic.state.checkpoint_checksums import File, check_file, measured, read_sealed, write_sealed
 from nbelastic.state.checkpoint_streams import StreamTransform
 from nbelastic.state.transfer import TENSOR, why_not_plain
 
@@ -44,13 +44,6 @@ DESCRIPTION = "description"  # the name of the tensor whose bytes hold all other
 _NAME = re.compile(r"(\d{6,})-commit-(\d+)")
 _WRITING, REMOVING = ".writing-", ".removing-"
 _NUMBERED = re.compile(rf"({re.escape(_WRITING)})?(\d{{6,12}})(?(1)|-commit-\d+)")  # also of a reserved number
-
-
-class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a checkpoint: its size in bytes, and the sha256 of its contents."""
-
-    size: int
-    sha256: str
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -250,18 +243,10 @@ def _write_manifest(path: Path, commits: int, entries: tuple[Entry, ...]) -> Non
     files = {}
     for file in sorted(path.iterdir()):
         flush(file)
-        files[file.name] = _measure(file)
-    line = msgspec.json.encode(Manifest(FORMAT, commits, str(torch.__version__), files, entries))
-    with (path / MANIFEST).open("xb") as manifest:
-        manifest.write(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
-        manifest.flush()
-        os.fsync(manifest.fileno())
-
-
-def _measure(file: Path) -> File:
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()  # releases the GIL for the training thread
-        return File(opened.tell(), digest)
+        files[file.name] = measured(file)
+    write_sealed(
+        path / MANIFEST, msgspec.json.encode(Manifest(FORMAT, commits, str(torch.__version__), files, entries))
+    )
 
 
 def rename(temporary: Path, folder: Path, commits: int, number: int) -> Path:
@@ -295,13 +280,7 @@ def verify(path: Path) -> Manifest:
     try:
         manifest = _read_manifest(path)
         for name, file in manifest.files.items():
-            if "/" in name:
-                raise StateError(f"{MANIFEST} names a file outside, {name!r}")
-            size = (path / name).stat().st_size
-            if size != file.size:
-                raise StateError(f"{name} has {size} bytes instead of {file.size}")
-            if _measure(path / name) != file:
-                raise StateError(f"{name} is damaged: its checksum is wrong")
+            check_file(path, name, file)
     except OSError as error:
         raise StateError(reason(error)) from None
     return manifest
@@ -310,10 +289,7 @@ def verify(path: Path) -> Manifest:
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST).exists():
         raise StateError(f"it has no {MANIFEST}")
-    raw = (path / MANIFEST).read_bytes()
-    line, _, _ = raw.partition(b"\n")
-    if raw != line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n":
-        raise StateError(f"{MANIFEST} is damaged: its checksum is wrong")
+    line = read_sealed(path / MANIFEST)
     try:
         version = msgspec.json.decode(line, type=dict[str, Any]).get("format")
         if version != FORMAT:

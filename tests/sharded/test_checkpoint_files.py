@@ -125,7 +125,7 @@ def test_the_last_checkpoint_waits_for_a_slow_disk(tmp_path, monkeypatch):
     first.hurry()
     second.save(tmp_path, 3, lambda: snapshot(bound, layout, 1, 5))
     path = saving.wait(20)
-    assert sorted(one.name for one in path.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert sorted(one.name for one in path.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums"]
 
 
 def test_rank_0_does_not_wait_for_a_rank_that_cannot_write(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A damaged checkpoint does not count, the newest usable one is used, and no code in a checkpoint is ever run."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import torch
 from nbelastic.errors import StateError
 from nbelastic.state import checkpoint_files as checkpoint
 from nbelastic.state import checkpoints as saving
+from nbelastic.state.checkpoint_checksums import measured
 from tests.state.kept import contents, count, counter, network, train, write, written
 from tests.state.test_transfer import same
 
@@ -151,10 +153,10 @@ def forge(path, change):
     change(manifest)
     for name in manifest.get("files", ()):
         if "/" not in name:
-            file = checkpoint._measure(path / name)
+            file = measured(path / name)
             manifest["files"][name] = {"size": file.size, "sha256": file.sha256}
     line = json.dumps(manifest).encode()
-    (path / "manifest").write_bytes(line + b"\n" + checkpoint.hashlib.sha256(line).hexdigest().encode() + b"\n")
+    (path / "manifest").write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
 
 
 def test_a_format_of_another_version(two, capsys):
