@@ -55,6 +55,12 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "if False:",
         "a short cut: what follows copies equal values then",
     ),
+    (
+        "losses.py",
+        "cluster.removed_workers + removed",
+        "cluster.removed_workers - removed",
+        "the driver only looks whether it has changed",
+    ),
     ("core/chaos.py", "*victims[:first]", "*victims[:]", "those after them have been tried by then"),
     (
         "partitions.py",

@@ -135,7 +135,7 @@ class AskLeave(Command):
 
     generation: int
     members: tuple[WorkerId, ...]
-    number: int = 0
+    number: int
 
 
 class LeaveAt(Command):

@@ -99,6 +99,9 @@ def test_before_the_first_world_workers_that_run_the_program_are_hit():
     story.answer()
     story.submit()
     assert {fault.worker for fault in chosen(story, kinds=("kill",))} == {wid(f"a/{n}#1") for n in range(3)}
+    workers = story.cluster.workers
+    story.cluster = replace(story.cluster, workers=workers | {wid("a/2#1"): replace(workers[wid("a/2#1")], job="")})
+    assert {fault.worker for fault in chosen(story, kinds=("kill",))} == {wid(f"a/{n}#1") for n in range(2)}
 
 
 def test_the_choice_is_fast_for_many_workers():

@@ -123,6 +123,8 @@ def test_the_users_error_on_one_rank_is_the_jobs():
     story.raised("a/1#1", "ValueError: NaN")
     end, stop = story.last(cmd.EndJob), story.last(cmd.StopProgram)
     assert (end.outcome, end.reason, end.culprit) == ("failed", "rank 1 (a/1#1) raised ValueError: NaN", wid("a/1#1"))
+    (record,) = (one for one in story.commands(cmd.Record) if one.kind == "job-failed")
+    assert record.worker == "a/1#1"
     assert (stop.culprit, len(stop.workers)) == (wid("a/1#1"), 3)
     story.quiet(6.0)
     assert len(story.alive()) == 3

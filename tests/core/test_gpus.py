@@ -139,6 +139,16 @@ def test_a_gpu_with_a_problem_keeps_its_slot_out():
     assert story.cluster.workers[wid("a/1#2")].gpu == "B"
 
 
+def test_each_change_of_a_gpu_is_recorded_once():
+    """A later report of another GPU repeats what is known of this one."""
+    story = cluster("a:2", gpus={"a": "A B"})
+    lost = "NVML reports: GPU is lost"
+    for first, second in (("", lost), (lost, lost), (lost, ""), ("", "")):
+        story.send(ev.GpusReported("a", (Gpu("A", first), Gpu("B", second))))
+    assert story.records("gpu-left-out") == [f"a: GPU B: {lost}", f"a: GPU A: {lost}"]
+    assert story.records("gpu-back") == ["a: GPU B can be used again", "a: GPU A can be used again"]
+
+
 def test_a_shared_gpu_with_a_problem_keeps_its_share_of_the_slots_out():
     story = cluster("a:4", gpus={"a": "A B"})
     story.send(ev.GpusReported("a", (Gpu("A", "NVML reports: GPU is lost"), Gpu("B"))))

@@ -262,6 +262,20 @@ def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
     assert story.cluster.held_back.keys() == {wid("e/0#1")}
 
 
+def test_of_several_newcomers_that_are_left_out_one_is_named():
+    """The first by name, and how many more there are."""
+    story = with_stage(Stage.RUNNING)
+    story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
+    for w in ("a/0#1", "b/0#1", "c/0#1"):
+        story.send(ev.WorkerPrepared(wid(w), 2))
+    story.send(ev.WorkerPrepared(wid("e/0#1"), 2, "RuntimeError: refused"))
+    story.wait(1.0)
+    assert story.cluster.held_back.keys() == {wid("d/0#1"), wid("e/0#1")}
+    assert story.reason.endswith(
+        "d/0#1 is left out: e/0#1 could not prepare a group (RuntimeError: refused) (and 1 more)"
+    )
+
+
 def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     """All but one member have prepared, without a known cause: newcomers are left out, then tried one by one."""
     story = with_stage(Stage.RUNNING)

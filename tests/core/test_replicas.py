@@ -60,3 +60,12 @@ def test_another_generation_and_other_workers_are_not_meant():
     story.send(ReplicaDiffered(wid("d/0#1"), story.cluster.generation, 3, were_equal=True))
     assert story.records("replica-differs") == []
     assert story.commands(cmd.StopAgent) == []
+
+
+def test_in_a_world_that_breaks_the_rank_is_only_reported():
+    """Its host may be lost with the break, and what the survivors hold is not known yet."""
+    story = training(exclude_differing=True).kill("a/0#1")
+    assert story.cluster.stage is not Stage.RUNNING
+    differs(story, "c/0#1")
+    assert len(story.records("replica-differs")) == 1
+    assert story.commands(cmd.StopAgent) == []
