@@ -5,7 +5,7 @@ from __future__ import annotations
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import Stage
 from nbelastic.protocol import events as ev
-from tests.core.story import Story, wid
+from tests.core.story import Story, wid, with_stage
 
 
 def test_a_death_while_syncing_leaves_the_state_where_it_was():
@@ -166,3 +166,14 @@ def test_newcomers_that_are_in_the_next_world_already_hold_the_state():
     assert story.cluster.stage is Stage.RUNNING
     (commit,) = {fake.commit for fake in story.fakes.values()}
     assert commit >= newest
+
+
+def test_newcomers_that_were_in_the_next_world_before_it_began_hold_the_state():
+    """As above, but the driver knows that all members have left, when these are lost."""
+    story = with_stage(Stage.LEAVING, min=1, cooldown=(0.0, 0.0))
+    story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1", "d/0#1").hear(ev.WorkerReady)
+    assert (story.cluster.generation, story.cluster.stage) == (2, Stage.FORMING)
+    for w in ("a/0#1", "b/0#1", "c/0#1"):
+        story.kill(w)
+    story.quiet(10.0)
+    assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4)
