@@ -35,6 +35,15 @@ def test_added_removed_mixed_nothing():
     assert story.cluster == replace(before, wake_at=story.cluster.wake_at)  # the deadline for agents that do not report
 
 
+def test_a_record_of_a_host_belongs_to_no_generation():
+    """Clients show the generation of a record that has one."""
+    story = Story("a:1").run()
+    story.add("b:1").quiet(1.0)
+    about = {one.kind: one.generation for one in story.commands(cmd.Record)}
+    assert (about["host-added"], about["host-up"]) == (0, 0)
+    assert about["world-formed"] == story.cluster.generation > 1
+
+
 def test_a_discovery_that_never_answered_stops_a_cluster_without_hosts():
     """A discovery that fails before its first answer ends a cluster that has no hosts."""
     story = Story()
