@@ -107,9 +107,18 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._checks: PeriodicCallback | None = None
         self._drop_timer: object = None  # drops them
         self._unanswered: dict[str, int] = {}  # engine -> number of checks since its last answer
+        self._sent: set[str] = set()  # calls; ipyparallel counts them as outstanding before it sends them
 
     def start_watching(self) -> None:
         """Watch the connections and unanswered calls from now on."""
+        send = self.session.send
+
+        def recorded(*args: Any, **options: Any) -> Any:
+            message = send(*args, **options)
+            self._sent.add(message["header"]["msg_id"])
+            return message
+
+        self.session.send = recorded
         self._registration_callbacks.append(lambda event: self._io_loop.add_callback(self._on_registration, event))
         self._io_loop.add_callback(self._start_watching)
 
@@ -205,6 +214,7 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._unconfirmed.clear()
 
     def _check_unanswered(self) -> None:
+        self._sent &= self.outstanding
         for uuid, calls in list(self._outstanding_dict.items()):
             checks = self._unanswered[uuid] = self._unanswered.get(uuid, 0) + 1 if calls else 0
             if checks > 1 and checks & (checks - 1) == 0:  # less and less often: it may compute for days
@@ -212,7 +222,7 @@ class Client(ipp.Client):  # type: ignore[misc]
 
     def _fail_lost_calls(self, uuid: str) -> None:
         """Make a call now. When it is answered, fail the earlier calls of this engine that are not."""
-        calls = set(self._outstanding_dict.get(uuid, ()))
+        calls = self._sent.intersection(self._outstanding_dict.get(uuid, ()))
         number = next((number for number, engine in self._engines.items() if engine == uuid), None)
         if not calls or number is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import ipyparallel as ipp
@@ -25,6 +26,23 @@ def test_ctrl_c_interrupts_px_on_the_workers(make, tmp_path, line):
     for _ in range(2):
         client.send_signal("SIGINT", block=False).result(timeout=20)
         assert client[:].apply_async(os.getpid).get(timeout=20) == pids
+
+
+def test_a_call_that_is_sent_after_a_check_is_not_lost(make, monkeypatch):
+    """The client looks for lost answers in another thread, while the user's thread is between counting a call and sending it."""
+    client = make("localhost:1", min=1).client
+    (uuid,) = client._engines.values()
+    prepare, answered = client.create_message_futures, threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        client._io_loop.add_callback(client._fail_lost_calls, uuid)
+        client._io_loop.call_later(1.0, answered.set)
+        answered.wait(20)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(client, "create_message_futures", slow)
+    assert client[:].apply_async(len, "ab").get(timeout=20) == [2]
 
 
 def test_px_prints_after_a_registration_during_a_cell(make, tmp_path):
