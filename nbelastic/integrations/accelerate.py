@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +13,19 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 from accelerate.utils import gather_object, recursively_apply
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from nbelastic.errors import NoWorldError, UsageError
+from nbelastic.errors import UsageError
 from nbelastic.integrations.accelerate_sharding import (
     First,
     Sharding,
     prepare_and_bind,
     sharding_plugin,
+    state_of_function,
     unchanged_environment,
 )
 from nbelastic.integrations.loader_options import options_of, seed_of
 from nbelastic.sharded.mesh import device_mesh
 from nbelastic.state.sampler import ElasticSampler, local_batch_size
-from nbelastic.worker import ranks, session
+from nbelastic.worker import ranks
 
 OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
 
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Accelerate's own. Not at the beginning of a later world: it would replace the values that were recovered."""
-        state = _state_of_function()
+        state = state_of_function()
         if state is None or self._has_trained or not state.commits:
             super().load_state(*args, **kwargs)
         elif self.is_main_process:
@@ -249,13 +249,6 @@ def make_bare(model: torch.nn.Module) -> None:
     forward = vars(model).pop("_original_forward", None)
     if forward is not None:
         model.forward = forward
-
-
-def _state_of_function() -> Any:
-    """The state of the elastic function; None outside of one."""
-    with contextlib.suppress(NoWorldError):
-        return getattr(session.current().holder, "state", None)
-    return None
 
 
 def _has_only_tensors(values: Any) -> bool:

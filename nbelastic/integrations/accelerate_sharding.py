@@ -154,13 +154,18 @@ def _set_parameters(model: torch.nn.Module, given: list[Any], groups: list[list[
 
 def _present_state() -> ShardedState:
     """The state of the elastic function. UsageError if it is not for sharded models."""
-    state = getattr(session.current().holder, "state", None)
+    state = state_of_function()
     if not isinstance(state, ShardedState):
         raise UsageError(
             f"FSDP2 needs an nbe.ShardedState, and the state of this elastic function is {type(state).__name__}: give "
             "nbe.ShardedState(…) samplers and counters. prepare() gives it the model, the optimizer and the scheduler."
         )
     return state
+
+
+def state_of_function() -> Any:
+    """The state of the elastic function that runs; None if none does."""
+    return getattr(session.current().holder, "state", None)
 
 
 def _numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from functools import lru_cache
 from types import FrameType
 
 MAX_STACK = 64_000  # characters
-NBELASTIC = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-)  # a user's own folder may have this name
+# The whole path: a folder of the user may have its name.
+NBELASTIC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (
     *dict.fromkeys(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")),
     NBELASTIC,
