@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import nbelastic
-from nbelastic.core.reasons import MISSING, SENTENCES, Missing, Reason, and_also, in_words
+from nbelastic.core.reasons import MISSING, SENTENCES, Missing, Reason, and_also, in_words, queued_hosts, with_queued
 from tests.core.story import Story
 
 CORE = Path(nbelastic.__file__).parent / "core"
@@ -47,6 +47,17 @@ def test_one_reason_comes_after_another():
         in_words(whole, 0.0)
         == "2 workers train in generation 1; the next change waits, as a/0 is busy; no commit for 3 s"
     )
+
+
+def test_a_host_waits_in_the_queue_of_its_batch_system_until_it_starts():
+    """Of the hosts that start, those whose batch jobs are queued are named so. All others keep their state."""
+    starting, ready, lost = Missing("host starting", "a"), Missing("host starting", "b"), Missing("lost", "c", "killed")
+    reason = Reason("too-few", 0, 1, missing=(starting, ready), then=Reason("put-off", text="d", missing=(lost,)))
+    shown = with_queued(reason, {"a": "job 7: pending", "c": "job 8: pending"})
+    assert shown.missing == (Missing("host queued", "a", "job 7: pending"), ready)
+    assert shown.then is not None
+    assert shown.then.missing == (lost,)
+    assert queued_hosts(shown) == ("a",)
 
 
 def test_every_sentence_is_used_and_none_is_missing():

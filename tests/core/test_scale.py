@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
+from nbelastic.core.step import step
+from nbelastic.protocol import events as ev
 from tests.benchmarks.core import day
+from tests.core.test_script_job import Scripted
 
+T = TypeVar("T")
 GROWS = {"death", "host lost"}  # each member is aborted, and each worker's place is looked at
 
 
-def test_with_eight_times_the_workers_an_event_costs_the_same():
-    """With 400 workers the core makes at most half as many function calls more per event than with 50, in each phase."""
+def counting_calls(work: Callable[[Callable[[], int]], T]) -> T:
+    """Do the work. It gets a function that says how many functions were called and ended until then."""
     calls = 0
 
     def count(_frame, _event, _argument):
@@ -21,9 +27,14 @@ def test_with_eight_times_the_workers_an_event_costs_the_same():
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        few, many = (day(workers, clock=lambda: calls) for workers in (50, 400))
+        return work(lambda: calls)
     finally:
         sys.setprofile(before)
+
+
+def test_with_eight_times_the_workers_an_event_costs_the_same():
+    """With 400 workers the core makes at most half as many function calls more per event than with 50, in each phase."""
+    few, many = counting_calls(lambda calls: [day(workers, clock=calls) for workers in (50, 400)])
     growth = {
         phase: statistics.fmean(many.times[phase]) / statistics.fmean(times)
         for phase, times in few.times.items()
@@ -31,3 +42,20 @@ def test_with_eight_times_the_workers_an_event_costs_the_same():
     }
     assert len(growth) == 8
     assert max(growth.values()) <= 1.5, growth
+
+
+def test_while_a_script_runs_time_passes_at_one_cost():
+    """While nothing changes, a tick makes as many function calls with a script on 40 hosts as on 5."""
+
+    def cost(hosts: int) -> int:
+        story = Scripted(*[f"host{number}:1" for number in range(hosts)]).answer().run_script()
+        assert len(story.assignments) == hosts
+
+        def tick(calls: Callable[[], int]) -> int:
+            before = calls()
+            step(story.cluster, ev.Ticked(), story.now + 1e-4)
+            return calls() - before
+
+        return counting_calls(tick)
+
+    assert cost(40) == cost(5)
