@@ -56,11 +56,10 @@ def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:
 
 
 def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
-    """Signal the process group that `pid` leads, if it still exists."""
-    try:
-        os.killpg(pid, sig)
-    except (ProcessLookupError, PermissionError):
-        return
+    """Signal the process group that `pid` leads, if it still exists. 0, the pid of an unknown process, signals none."""
+    if pid > 0:  # 0 means this process's own group
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, sig)
 
 
 def kill_with_children(pid: int) -> None:

@@ -19,6 +19,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
+from nbelastic.system.fault_handling import guarded
 from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.transport.client import Client
 from nbelastic.worker import protocol
@@ -151,21 +152,24 @@ class LinkThread:
 
     def _carry_out(self, actions: Iterable[protocol.Action]) -> None:
         for action in actions:
-            match action:
-                case protocol.Send(message=message, newest=newest):
-                    (self.link.report if newest else self.link.send)(message)
-                case protocol.Introduce():
-                    self.link.reset_session(self._introduction)
-                case protocol.Perform(message=message):
-                    self._perform(message)
-                case protocol.PrepareGroup(formation=formation):
-                    self._prepare(formation)
-                case protocol.SendOutput(later=later):
-                    self._output.hold() if later else self._send_output()
-                case protocol.AbortGroup():
-                    self._groups.abort_for_all()
-                case protocol.EndProcess():
-                    os._exit(0)
+            guarded(self._carry_out_one, action)  # a fault in one loses none of the others: one may send the result
+
+    def _carry_out_one(self, action: protocol.Action) -> None:
+        match action:
+            case protocol.Send(message=message, newest=newest):
+                (self.link.report if newest else self.link.send)(message)
+            case protocol.Introduce():
+                self.link.reset_session(self._introduction)
+            case protocol.Perform(message=message):
+                self._perform(message)
+            case protocol.PrepareGroup(formation=formation):
+                self._prepare(formation)
+            case protocol.SendOutput(later=later):
+                self._output.hold() if later else self._send_output()
+            case protocol.AbortGroup():
+                self._groups.abort_for_all()
+            case protocol.EndProcess():
+                os._exit(0)
 
     def _perform(self, message: messages.Message) -> None:
         match message:

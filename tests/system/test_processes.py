@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from nbelastic.system.processes import children_of, stat_of
+from nbelastic.system.processes import children_of, kill_group, stat_of
 from nbelastic.worker.hang_detector import read_stat
 
 CUT = "обучение-модели".encode()[:15]  # Linux cuts a name after 15 bytes: this one in the middle of a letter
@@ -35,3 +35,13 @@ def test_the_name_of_a_thread_may_end_in_the_middle_of_a_letter():
     thread.start()
     thread.join()
     assert states == ["R"]
+
+
+def test_of_an_unknown_process_nobody_is_killed():
+    """The pid of an unknown process is 0, which means the own group to Linux: the process that asks lives on."""
+    program = "from nbelastic.system.processes import kill_group; kill_group(0); print('lives')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, process_group=0, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
+    with subprocess.Popen(["sleep", "600"], process_group=0) as other:
+        kill_group(other.pid)
+        assert other.wait(60) < 0

@@ -147,6 +147,14 @@ def test_output_waits_while_the_driver_confirms_nothing(session):
     assert (len(output.text), output.text[-7:], output.end) == (MAX_TEXT, "the end", 100_007)
 
 
+def test_an_error_in_one_action_loses_no_other(session, monkeypatch):
+    """The output cannot be sent: the program's result is, and the job ends."""
+    session._protocol.program_ended(worker_messages.ProgramResult(session.worker, "job"))
+    monkeypatch.setattr(session.output, "take", lambda: 1 / 0)
+    session._link_thread.tick()
+    assert worker_messages.ProgramResult in map(type, sent(session))
+
+
 def test_a_message_about_another_generation_changes_nothing(session):
     """The question was about a group that was left."""
     session._link_thread.receive(worker_messages.Leave(GENERATION - 1))
