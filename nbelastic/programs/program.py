@@ -29,6 +29,7 @@ from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
 from nbelastic.programs.undefined_names import borrowed_names, explain_undefined_name, refuse_undefined_names
 from nbelastic.programs.user_code import UserCode
 from nbelastic.protocol import cell_messages, messages, worker_messages
+from nbelastic.state.checkpoint_lock import folder_lock
 from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
 from nbelastic.system.folder_paths import code_folder
@@ -241,12 +242,12 @@ def _write_value(path: Path, value: list[memoryview]) -> str:
 
 
 def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes | None, user_code: UserCode) -> Outcome:
-    with _redirected_output(session), printed_displays(get_ipython()):
+    with _redirected_output(session), printed_displays(get_ipython()), contextlib.ExitStack() as at_end:
         try:
             session.begin(order.job, order.number)
             user_code.use(order.code, get_ipython().user_ns)
             frameworks().begin(order.workers)
-            _prepare_checkpoints(session, order.checkpoints)
+            _prepare_checkpoints(session, order, at_end)
             value = _until_replaced(session, partial(_start, order, call))
         except BaseException as error:  # noqa: BLE001  (it ends the program, not the worker)
             explain_undefined_name(error, get_ipython().user_ns)
@@ -285,12 +286,13 @@ def _until_replaced(session: Session, program: Callable[[], Any]) -> Any:
     return end.value
 
 
-def _prepare_checkpoints(session: Session, checkpoints: tuple[str, int, int] | None) -> None:
-    """Set up the job's checkpoints, if it has any. StateError if they cannot be written."""
-    if checkpoints is None:
+def _prepare_checkpoints(session: Session, order: worker_messages.Program, at_end: contextlib.ExitStack) -> None:
+    """Set up the job's checkpoints, if it has any. StateError if they cannot be written. `at_end` unlocks their folder."""
+    if order.checkpoints is None:
         return
-    plan = Plan(*checkpoints, is_rank_0=lambda: session.is_rank_0)
+    plan = Plan(*order.checkpoints, is_rank_0=lambda: session.is_rank_0)
     plan.prepare()
+    at_end.enter_context(folder_lock(plan.folder, str(Path(order.log_dir).parent)))
     session.checkpoints = plan
 
 

@@ -190,8 +190,7 @@ def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
         what="checkpoints of another rank",
     )
     finish_job(training)
-    names = [path.name for path in (tmp_path / "kept").iterdir()]
-    assert len([name for name in names if not name.startswith(".")]) == 3
+    assert len(saved_commits(tmp_path)) == 3
 
 
 def test_the_job_ends_as_rank_0_is_lost(make, tmp_path):
@@ -204,6 +203,16 @@ def test_the_job_ends_as_rank_0_is_lost(make, tmp_path):
     training.signal_worker(victim)
     until(lambda: saved_commits(tmp_path), what="the last checkpoint")
     assert saved_commits(tmp_path)[0] >= max(line["step"] for line in training.lines("step")) - 1
+
+
+def test_two_clusters_and_one_folder(runs, tmp_path):
+    """While a job writes checkpoints, a job of another cluster is refused for that folder, and the first one trains on."""
+    first = runs(1)
+    until(lambda: saved_commits(tmp_path), what="a checkpoint")
+    error = runs(2, "localhost:1").job.exception(timeout=60)
+    assert "StateError: a job of another cluster writes its checkpoints to" in str(error)
+    assert f"(its logs are in {first.cluster.log_dir})" in str(error)
+    finish_job(first)
 
 
 def test_the_newest_checkpoint_is_damaged(runs, tmp_path):

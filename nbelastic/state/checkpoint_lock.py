@@ -1,0 +1,68 @@
+"""The lock of a checkpoint folder. Jobs of two clusters in one folder would remove, and load, each other's checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nbelastic.errors import StateError
+
+FILE = "used-by"  # its text is the cluster that has locked the folder
+TIMEOUT = 5.0  # seconds for processes that were killed to end
+POLL = 0.1
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, cluster: str) -> Iterator[None]:
+    """Lock the folder for the processes of this cluster, which share the lock. `cluster`: the folder of its logs.
+
+    StateError if those of another cluster have locked it. Nothing is locked where the file system or its owner prevents it.
+    """
+    with contextlib.ExitStack() as at_end:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            at_end.callback(_unlock, descriptor)
+            try:
+                _lock(descriptor, folder, cluster)
+            except OSError:  # a full disk, for example: others are not to wait for this text
+                at_end.close()
+        yield
+
+
+def _unlock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes forked meanwhile have the descriptor too
+    os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, cluster: str) -> None:
+    end = time.monotonic() + TIMEOUT
+    while True:
+        if _try(descriptor, fcntl.LOCK_EX):  # no process uses the folder
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, cluster.encode(), 0)
+        # Another process may have it for itself now, or may have had it between two of these lines.
+        if _user(descriptor) == cluster and _try(descriptor, fcntl.LOCK_SH) and _user(descriptor) == cluster:
+            return
+        if time.monotonic() > end:
+            raise StateError(
+                f"a job of another cluster writes its checkpoints to {folder} (its logs are in {_user(descriptor)}): "
+                "stop it, or give checkpoint another folder."
+            )
+        time.sleep(POLL)
+
+
+def _try(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _user(descriptor: int) -> str:
+    return os.pread(descriptor, 4096, 0).decode(errors="replace")

@@ -1,0 +1,75 @@
+"""A checkpoint folder belongs to one cluster while one of its jobs runs."""
+
+import errno
+import os
+from contextlib import ExitStack
+
+import pytest
+
+from nbelastic.errors import StateError
+from nbelastic.state import checkpoint_lock
+from nbelastic.state.checkpoint_lock import folder_lock
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch):
+    monkeypatch.setattr(checkpoint_lock, "TIMEOUT", 0.2)
+
+
+def test_two_clusters_do_not_use_one_folder(tmp_path):
+    """The workers of a cluster share the folder. Until the last one ends, those of another get an error that names its logs."""
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
+        second.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
+        first.close()
+        with pytest.raises(StateError, match=r"a job of another cluster .* \(its logs are in /logs/long-name-1\)"):
+            first.enter_context(folder_lock(tmp_path, "/logs/other"))
+        second.close()
+        first.enter_context(folder_lock(tmp_path, "/logs/other"))
+        with pytest.raises(StateError, match="/logs/other"):
+            second.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
+
+
+def test_what_the_program_has_forked_does_not_hold_the_lock(tmp_path):
+    """A process that the job has forked, and that lives on, does not keep other clusters from the folder."""
+    read, write = os.pipe()
+    with folder_lock(tmp_path, "one"):
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    os.close(read)
+    try:
+        with folder_lock(tmp_path, "other"):
+            pass
+    finally:
+        os.close(write)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite"])
+def test_a_folder_that_cannot_be_locked(tmp_path, monkeypatch, call):
+    """If the file cannot be written, the job goes on without a lock, and so does the next worker."""
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_lock.os, call, fail)
+        with ExitStack() as workers:
+            workers.enter_context(folder_lock(tmp_path, "one"))
+            workers.enter_context(folder_lock(tmp_path, "one"))
+    with folder_lock(tmp_path, "other"):
+        pass
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """The job goes on there too."""
+
+    def without_locks(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(checkpoint_lock.fcntl, "flock", without_locks)
+    with folder_lock(tmp_path, "one"), folder_lock(tmp_path, "other"):
+        pass
