@@ -283,8 +283,10 @@ class Fabric(L.Fabric):  # type: ignore[misc]  # mypy does not follow lightning
     def __init__(self, *, strategy: Any = "auto", **options: Any) -> None:
         for name in ("devices", "num_nodes"):
             options.pop(name, None)  # the world is the cluster's
-        if isinstance(strategy, str) and strategy in ("auto", "ddp"):
-            strategy = fabric_strategies.DDPStrategy()
+        if strategy == "auto":
+            strategy = "ddp"
+        if isinstance(strategy, str) and strategy.startswith("ddp") and strategy in fabric_strategies.STRATEGY_REGISTRY:
+            strategy = fabric_strategies.STRATEGY_REGISTRY.get(strategy)
         check_strategy(strategy)
         if not isinstance(strategy, fabric_strategies.Strategy):
             raise UsageError(

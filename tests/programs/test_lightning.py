@@ -107,6 +107,8 @@ def test_a_fabric_takes_the_options_of_a_ddp_strategy(integration):
     made = integration.Fabric(strategy=fabric.DDPStrategy(find_unused_parameters=True), accelerator="cpu")
     assert made.strategy._ddp_kwargs == {"init_sync": False, "find_unused_parameters": True}
     assert integration.Fabric(accelerator="cpu").strategy._ddp_kwargs == {"init_sync": False}
+    named = integration.Fabric(strategy="ddp_find_unused_parameters_true", accelerator="cpu")
+    assert named.strategy._ddp_kwargs == {"init_sync": False, "find_unused_parameters": True}
     for one in (trainer.DDPStrategy(), trainer.ModelParallelStrategy(tensor_parallel_size=1)):
         with pytest.raises(UsageError, match=r"of lightning.fabric.strategies, and this one is a Trainer's"):
             integration.Fabric(strategy=one)
