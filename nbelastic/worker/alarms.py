@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+SOON = 0.001  # seconds until an alarm that is overdue
 
 
 def interrupt_main_thread() -> None:
@@ -23,8 +26,9 @@ def interrupt_after(seconds: float) -> None:
 def handling(handler: Callable[[FrameType | None], object]) -> Iterator[None]:
     """In the main thread: an interrupt calls `handler(frame)`, then again the handler before it. Ends a time limit.
 
-    A call into C that Python cannot interrupt goes on until it returns.
+    A call into C that Python cannot interrupt goes on until it returns. An alarm that the program has set comes afterwards.
     """
+    (left, interval), begin = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
     before = signal.signal(signal.SIGALRM, lambda _, frame: handler(frame))
     try:
         yield
@@ -32,3 +36,5 @@ def handling(handler: Callable[[FrameType | None], object]) -> Iterator[None]:
         interrupt_after(0)
         # A late signal would end the process by default.
         signal.signal(signal.SIGALRM, signal.SIG_IGN if before is signal.SIG_DFL else before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begin), SOON), interval)
