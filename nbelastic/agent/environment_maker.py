@@ -155,11 +155,14 @@ def _run(command: Sequence[str], folder: Path, text: str) -> None:
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(text)
     lines: list[str] = []
-    for line in process.stdout:
-        if line.strip() and not line.startswith("Using Python"):
-            lines.append(line.strip())
-            _say(f"uv: {_SIGNS.sub('', lines[-1])}")
-    if code := process.wait():
+    with process.stdout as output:
+        for line in output:
+            if line.strip() and not line.startswith("Using Python"):
+                lines.append(line.strip())
+                _say(f"uv: {_SIGNS.sub('', lines[-1])}")
+    if (code := process.wait()) < 0:  # uv has not said why
+        raise NotMadeError(f"uv was killed by signal {-code}: perhaps no memory was left")
+    if code:
         why = in_one_line(lines)
         raise NotMadeError(f"uv: {why}" if why else f"uv has ended with exit code {code}")
 

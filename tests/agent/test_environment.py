@@ -152,6 +152,17 @@ def test_what_uv_prints_about_a_failure_becomes_one_line(lines, text):
     assert environment_maker.in_one_line(lines) == text
 
 
+def test_a_uv_that_is_killed_is_named(tmp_path):
+    """As where a pod's memory is full: what uv has printed before does not say why."""
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\necho Resolved 12 packages\nkill -9 $$\n")
+    uv.chmod(0o755)
+    with pytest.raises(
+        environment_maker.NotMadeError, match=r"^uv was killed by signal 9: perhaps no memory was left$"
+    ):
+        environment_maker._run([str(uv)], tmp_path, "")
+
+
 def test_passwords_in_addresses_are_not_shown(capsys):
     environment_maker._say("uv: https://me:word@host/simple failed, and https://token@host/x")
     assert capsys.readouterr().out == "uv: https://***@host/simple failed, and https://***@host/x\n"
