@@ -207,7 +207,7 @@ def _return_borrowed(modules: Path) -> dict[str, str]:
 def _paths_in(folder: Path, python: str) -> list[str]:
     """The folders of modules in the environment, with those that its packages add, in the order of its `sys.path`."""
     out = subprocess.run(
-        [python, "-c", "import json, sys; print(json.dumps(sys.path))"], check=True, capture_output=True
+        [python, "-P", "-c", "import json, sys; print(json.dumps(sys.path))"], check=True, capture_output=True
     ).stdout
     return [path for path in json.loads(out) if path.startswith(f"{folder}/")]
 

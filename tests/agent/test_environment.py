@@ -163,6 +163,13 @@ def test_a_uv_that_is_killed_is_named(tmp_path):
         environment_maker._run([str(uv)], tmp_path, "")
 
 
+def test_a_file_of_the_agents_folder_hides_no_module_of_python(tmp_path, monkeypatch):
+    """The agent's folder may be the notebook's, which has any files."""
+    (tmp_path / "enum.py").write_text("WORD = 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert environment_maker._paths_in(Path(sys.prefix), sys.executable)
+
+
 def test_passwords_in_addresses_are_not_shown(capsys):
     environment_maker._say("uv: https://me:word@host/simple failed, and https://token@host/x")
     assert capsys.readouterr().out == "uv: https://***@host/simple failed, and https://***@host/x\n"
