@@ -178,8 +178,11 @@ def _borrow(modules: Path, path: Sequence[str]) -> None:
     """Have uv believe that the packages of the host are installed here."""
     names = set()
     for package in importlib.metadata.distributions(path=[folder for folder in path if folder]):
-        text = package.read_text("METADATA") or package.read_text("PKG-INFO")
-        name = _NAMES.sub("_", package.name or "").lower()
+        try:
+            text = package.read_text("METADATA") or package.read_text("PKG-INFO")
+            name = _NAMES.sub("_", package.name or "").lower()
+        except UnicodeDecodeError:  # of an old package; uv installs another one if it is needed
+            continue
         if not text or not name or name in names:
             continue
         names.add(name)

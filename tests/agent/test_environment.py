@@ -170,6 +170,21 @@ def test_a_file_of_the_agents_folder_hides_no_module_of_python(tmp_path, monkeyp
     assert environment_maker._paths_in(Path(sys.prefix), sys.executable)
 
 
+def test_a_package_whose_metadata_cannot_be_read_is_not_lent(tmp_path):
+    """Old packages have author names that are not UTF-8. The other packages of the host are there for uv."""
+    for name in ("old", "other"):
+        folder = tmp_path / "host" / f"{name}-1.0.dist-info"
+        folder.mkdir(parents=True)
+        author = b"Author: J\xf6rg\n" if name == "old" else b""
+        (folder / "METADATA").write_bytes(
+            b"Metadata-Version: 1.1\nName: " + name.encode() + b"\nVersion: 1.0\n" + author
+        )
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    environment_maker._borrow(modules, [str(tmp_path / "host")])
+    assert os.listdir(modules) == ["other-1.0.dist-info"]
+
+
 def test_passwords_in_addresses_are_not_shown(capsys):
     environment_maker._say("uv: https://me:word@host/simple failed, and https://token@host/x")
     assert capsys.readouterr().out == "uv: https://***@host/simple failed, and https://***@host/x\n"
