@@ -28,7 +28,12 @@ class ApiError(HostError):
     @property
     def is_overloaded(self) -> bool:
         """Whether the API, or a webhook that it calls, has failed as it may in passing."""
-        return self.status == 429 or self.status >= 500
+        return self.status == 429 or self.status >= 500 or (self.status == 409 and not self.exists)
+
+    @property
+    def exists(self) -> bool:
+        """Whether an object of this name exists. Other conflicts pass: two requests change a quota at the same moment."""
+        return self.status == 409 and "already exists" in str(self)
 
 
 class KubernetesApi:

@@ -34,7 +34,7 @@ CREATE_TIMEOUT, CREATE_PAUSE = (
     2.0,
 )  # seconds in which an overloaded API is asked again, and between two tries at most
 CLOSE_TIMEOUT = 8.0  # seconds for the deletions when the cluster stops
-FORBIDDEN, GONE, CONFLICT, EXPIRED = 403, 404, 409, 410  # HTTP
+FORBIDDEN, GONE, EXPIRED = 403, 404, 410  # HTTP
 
 
 class Notice(Struct, frozen=True):
@@ -296,7 +296,7 @@ class PodAgent:
             try:
                 return await self._pods.api.request("POST", kind, body=body)
             except ApiError as error:
-                if error.status == CONFLICT:
+                if error.exists:
                     return await self._pods.api.request("GET", "pods", self.job)
                 if not error.is_overloaded or self._ended or time.monotonic() > until:
                     raise

@@ -278,6 +278,21 @@ def test_an_api_that_is_overloaded(nodes, settings):
     run(story)
 
 
+def test_a_quota_that_another_request_changes_at_that_moment(nodes, settings):
+    """The API refuses both with the status of an object that exists. Pod and Secret are made a moment later."""
+    text = 'Operation cannot be fulfilled on resourcequotas "q": the object has been modified; please try again'
+    nodes.api.failures = {"POST pods": [(409, text)], "POST secrets": [(409, text), (409, text)]}
+
+    async def story():
+        one = Observed(settings())
+        one.agent.start(CONFIG)
+        await one.runs()
+        assert (nodes.api.names("pods"), nodes.api.names("secrets")) == ([one.pod], [one.pod])
+        assert not one.stops
+
+    run(story)
+
+
 def test_an_api_that_stays_overloaded(nodes, settings, monkeypatch):
     """The agent ends with the reason."""
     monkeypatch.setattr(pods, "CREATE_TIMEOUT", 0.2)
