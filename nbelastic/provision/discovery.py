@@ -219,7 +219,7 @@ class DiscoveryThread:
                 hosts = _validated(await self._discovery.hosts(), self._name)
         except NbelasticError as problem:
             error = problem
-        except Exception as problem:  # noqa: BLE001  (a third party's discovery may raise anything)
+        except (Exception, asyncio.CancelledError, SystemExit) as problem:  # noqa: BLE001  (a third party's may raise anything)
             late = f"did not answer within {self._timeout:g} s" if timeout.expired() else f"raised {problem!r}"
             error = DiscoveryError(f"{self._name} {late}.")
         with suppress(RuntimeError):  # the caller's loop is closed

@@ -42,6 +42,33 @@ class ShuffledDiscovery:
         return hosts[: 1 if self.polls == 5 else 2][:: -1 if self.polls % 2 else 1]
 
 
+class OnceCancelledDiscovery:
+    """A discovery whose first poll waits for a task that was cancelled, or ends as a program does."""
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    async def hosts(self):
+        problem, self.problem = self.problem, None
+        if problem is not None:
+            raise problem
+        return [HostSpec("a", 1)]
+
+
+@pytest.mark.parametrize("problem", [asyncio.CancelledError(), SystemExit("no credentials")], ids=["cancelled", "exit"])
+def test_a_discovery_that_is_cancelled_or_exits_is_polled_again(problem):
+    """Such a poll fails at once, with its reason. The next one answers."""
+
+    async def poll():
+        thread = discovery.DiscoveryThread(OnceCancelledDiscovery(problem))
+        with pytest.raises(nbe.DiscoveryError, match=f"OnceCancelledDiscovery raised {type(problem).__name__}"):
+            await asyncio.wait_for(thread.hosts(), 10)
+        assert await asyncio.wait_for(thread.hosts(), 10) == (HostSpec("a", 1, ""),)
+        await thread.close()
+
+    asyncio.run(poll())
+
+
 def test_the_same_hosts_in_another_order_are_no_change(monkeypatch):
     """Only another set of hosts is passed on: each list that is, is a line in the event log."""
     monkeypatch.setattr(discovery, "POLL", 0.0)
