@@ -92,7 +92,7 @@ def _state(status: Mapping[str, Any], conditions: Mapping[str, Any], node: str) 
     if not node or scheduled.get("status") == "False":
         why = scheduled.get("message") or scheduled.get("reason") or ""
         return f"queued ({_short(why)})" if why else "queued"
-    for container in status.get("containerStatuses") or ():
+    for container in _containers(status):
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return f"starting on {node} ({_with_message(waiting)})"
@@ -113,7 +113,7 @@ def _end(status: Mapping[str, Any]) -> str:
     """Why the pod has ended: the kubelet's reason, or the container's exit code and its last output."""
     if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded …
         return f"its pod has ended ({_with_message(status)})"
-    for container in status.get("containerStatuses") or ():
+    for container in _containers(status):
         ended = container.get("state", {}).get("terminated")
         if ended is None:
             continue
@@ -123,6 +123,13 @@ def _end(status: Mapping[str, Any]) -> str:
         reason = f" ({ended['reason']})" if ended.get("reason") not in (None, "Error", "Completed") else ""
         return f"its pod ended with exit code {code}{reason}" + (f": {last[-MOST_TEXT:]}" if code and last else "")
     return "its pod has ended"
+
+
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The pod's containers, then its init containers that have not succeeded: the others wait for these."""
+    first = status.get("initContainerStatuses") or ()
+    late = [each for each in first if each.get("state", {}).get("terminated", {}).get("exitCode") != 0]
+    return [*(status.get("containerStatuses") or ()), *late]
 
 
 def _with_message(what: Mapping[str, Any]) -> str:

@@ -148,6 +148,14 @@ UNSCHEDULABLE = ("PodScheduled", "False", {"reason": "Unschedulable", "message":
 GATED = ("PodScheduled", "False", {"reason": "SchedulingGated", "message": "Scheduling is blocked due to gates"})
 
 
+INITIALIZES, CLEAN = {"waiting": {"reason": "PodInitializing"}}, {"terminated": {"exitCode": 0}}
+
+
+def inits(waiting=None, **state):
+    """The states of two init containers, of which the first has succeeded."""
+    return [{"name": "a", "state": CLEAN}, {"name": "b", "state": {"waiting": waiting} if waiting else state}]
+
+
 @pytest.mark.parametrize(
     ("pod", "state"),
     [
@@ -159,6 +167,10 @@ GATED = ("PodScheduled", "False", {"reason": "SchedulingGated", "message": "Sche
         (
             reported(node="n1", container={"waiting": {"reason": "ErrImagePull", "message": "busy"}}),
             "starting on n1 (ErrImagePull: busy)",
+        ),
+        (
+            reported(node="n1", container=INITIALIZES, initContainerStatuses=inits({"reason": "ImagePullBackOff"})),
+            "starting on n1 (ImagePullBackOff)",
         ),
         (reported("Running", "n1"), "running on n1"),
     ],
@@ -191,6 +203,14 @@ def test_a_pod_that_waits_says_why(pod, state):
         (
             reported(node="n1", container={"waiting": {"reason": "InvalidImageName", "message": "no"}}),
             "its image lab/x is not a valid name (InvalidImageName: no)",
+        ),
+        (
+            reported("Failed", container=INITIALIZES, initContainerStatuses=inits(terminated={"exitCode": 3})),
+            "its pod ended with exit code 3",
+        ),
+        (
+            reported("Succeeded", container=CLEAN, initContainerStatuses=inits(terminated={"exitCode": 143})),
+            "its pod ended with exit code 0",
         ),
     ],
 )
