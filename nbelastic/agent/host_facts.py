@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def _print(answer: object) -> None:
-    print(f"{MARK}{msgspec.json.encode(answer).decode()}", flush=True)
+    # A login shell may have printed something without the end of a line, such as a terminal's title
+    print(f"\n{MARK}{msgspec.json.encode(answer).decode()}", flush=True)
 
 
 def _listen(addresses: Iterable[str], token: bytes) -> dict[str, int]:

@@ -15,7 +15,7 @@ from nbelastic.agent import host_facts
 from nbelastic.cli.main import main
 from nbelastic.client import doctor
 from nbelastic.client.doctor import HERE, Examined, Finding, examine, findings
-from nbelastic.protocol.host_facts import HostFacts, Reached, Target
+from nbelastic.protocol.host_facts import MARK, HostFacts, Reached, Target
 from nbelastic.protocol.ids import Gpu
 from tests.support.waiting import until
 
@@ -71,6 +71,13 @@ def test_a_host_is_reached_if_one_of_its_addresses_is():
             "open all TCP ports between them in the firewall, or join them by a network.",
         )
     ]
+
+
+def test_an_answer_begins_a_line(capsys):
+    """Also where the login shell has printed the terminal's title, without the end of a line."""
+    print("\x1b]0;me@gpu1\x07", end="")
+    host_facts._print(["fact"])
+    assert capsys.readouterr().out.splitlines()[-1] == f'{MARK}["fact"]'
 
 
 TOKEN = "0123456789abcdef" * 2
