@@ -18,6 +18,7 @@ SBATCH = (
 SIGNAL_SPREAD = 120.0  # seconds: a minute by which Slurm's signal may be early, and one in which the agent starts
 _LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(\d+)(?::(\d+))?(?::(?P<third>\d+))?")
 _TIME, _ARRAY = re.compile(r"--time(=|$)|-t"), re.compile(r"--array(=|$)|-a")
+_CLUSTERS = re.compile(r"--clusters?(=|$)|-M")
 _GRES = re.compile(r"(?<![\w-])gpu(?::[^:,\s]+?)??(?::(\d+))?(?=[,\s(]|$)")  # gpu, gpu:4, gpu:a100:4
 _GPUS = re.compile(r"(?:[^:,\s]+:)?(\d+)")  # 4, a100:4
 
@@ -49,6 +50,10 @@ def _refuse_words(text: str) -> None:
             )
         if _ARRAY.match(word):
             raise UsageError(f"slurm: options has {word}: a host is one job. Raise --max for more jobs.")
+        if _CLUSTERS.match(word):  # scontrol and scancel would take the number for that of a job here
+            raise UsageError(
+                f"slurm: options has {word}: set SLURM_CLUSTERS where Jupyter starts, which all of Slurm's commands read."
+            )
 
 
 def _words(text: str) -> list[str]:

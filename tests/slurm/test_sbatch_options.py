@@ -49,10 +49,15 @@ def test_options_of_sbatch():
         ("-t3", "options has -t3: write it as the launcher option time="),
         ("--array=0-3", "options has --array=0-3: a host is one job. Raise --max"),
         ("-a 1", "options has -a: a host is one job"),
+        ("--clusters=far", "options has --clusters=far: set SLURM_CLUSTERS"),
+        ("-M far", "options has -M: set SLURM_CLUSTERS"),
     ],
 )
 def test_options_that_cannot_work_as_text(text, problem):
-    """A time limit there would not be checked, and an array is many jobs of one host. Other options stay."""
+    """A time limit there would not be checked, an array is many jobs of one host, and another cluster has jobs of the same numbers.
+
+    Other options stay.
+    """
     with pytest.raises(nbe.UsageError, match=problem):
         nbe.Cluster(launcher="slurm", launcher_options={"options": text})
     others = {"options": "--exclusive --time-min=3 --account=-t -A me --comment='"}
