@@ -166,11 +166,11 @@ class Pods:
             await asyncio.sleep(CORDON_POLL)
             try:
                 cordoned = await self.api.cordoned_nodes()
-            except ApiError as error:
-                if error.status == FORBIDDEN:
-                    return
             except UsageError:
                 return
+            except Exception as error:  # noqa: BLE001  (as above)
+                if isinstance(error, ApiError) and error.status == FORBIDDEN:
+                    return
             else:
                 for agent in list(self._agents.values()):
                     if agent.view.node in cordoned:
@@ -288,6 +288,8 @@ class PodAgent:
             await self._post("secrets", keys)
         except NbelasticError as error:
             self._end(f"its pod cannot be created: {error}")
+        except Exception as error:  # noqa: BLE001  (an answer that is none of Kubernetes' must not leave the host waiting)
+            self._end(f"its pod cannot be created: the Kubernetes API has sent something else: {error!r}")
 
     async def _post(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Create the object, and return the pod. An overloaded API is asked again; it may have made the object nonetheless."""

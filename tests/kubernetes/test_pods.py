@@ -306,6 +306,23 @@ def test_an_api_that_stays_overloaded(nodes, settings, monkeypatch):
     run(story)
 
 
+def test_answers_that_are_not_those_of_kubernetes(nodes, settings):
+    """As of a proxy. A pod whose creation is answered so ends with the reason; cordons are seen later."""
+    nodes.api.failures = {"POST pods": [(200, "please log in")], "GET nodes": [(200, "please log in")] * 2}
+
+    async def story():
+        one, two = Observed(settings()), Observed(settings(), "two", 2)
+        one.agent.start(CONFIG)
+        assert "the Kubernetes API has sent something else: KeyError('metadata')" in await one.stopped()
+        two.agent.start(CONFIG)
+        await two.runs()
+        await until_async(lambda: not nodes.api.failures["GET nodes"])
+        nodes.cordon(nodes.node_of(two.pod))
+        await until_async(lambda: two.agent.returns)
+
+    run(story)
+
+
 def test_what_is_forbidden_not_by_a_role_is_named(nodes, settings):
     """A quota and a security standard forbid pods with the same status as a missing Role, which is not to blame then."""
     refusal = (403, 'pods "x" is forbidden: exceeded quota: small, requested: pods=1')
