@@ -12,6 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections import deque
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -60,7 +61,8 @@ class CodeStore:
         if why:
             return [CodeStored(self._host, order.version, f"the driver sent a code version that is refused: {why}")]
         needed, first = {*order.keep, order.version}, self._orders[0] if self._orders else None
-        self._remove_all_but(needed)
+        with suppress(OSError):  # such as a disk that can only be read now: the next order tries again
+            self._remove_all_but(needed)
         # A new driver sends an order again, and does not answer requests that the last one has received.
         others = [other for other in self._orders if other.version in needed - {order.version}]
         self._orders = deque([*others, order])

@@ -27,18 +27,21 @@ def shorten_addresses() -> None:
 
 
 class ForkRefusedError(Exception):
-    """The template runs, and could not fork: no process or memory is left."""
+    """The template runs and could not fork, or none could be started: no process, memory or open file is left."""
 
 
 def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
-    """Start the process that `make` returns. It is called once per try. ForkRefusedError if the template lives and could not fork.
+    """Start the process that `make` returns. It is called once per try. Raises ForkRefusedError.
 
     A killed template closes its sockets a moment before it can be waited for. In between, multiprocessing believes that the
     template runs, and raises. Then wait for its end, and start another template. One that lives and has closed this connection only
     is not waited for: the agent has other workers.
     """
     for tries in range(1, TRIES + 1):
-        forkserver.ensure_running()
+        try:
+            forkserver.ensure_running()
+        except OSError as error:
+            raise ForkRefusedError(f"no template could be started: {error}") from error
         template = vars(forkserver._forkserver)["_forkserver_pid"]
         process = make()
         try:
@@ -49,6 +52,8 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
                 raise ForkRefusedError("the template could not fork: no process or memory is left here") from error
             if tries == TRIES:
                 raise
+        except OSError as error:  # no open file is left for its pipes
+            raise ForkRefusedError(f"the template could not be asked to fork: {error}") from error
         else:
             break
     return process

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _print(answer: object) -> None:
-    # A login shell may have printed something without the end of a line, such as a terminal's title
+    # A login shell may have printed something without the end of a line, such as a terminal's title.
     print(f"\n{MARK}{msgspec.json.encode(answer).decode()}", flush=True)
 
 

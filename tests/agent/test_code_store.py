@@ -242,6 +242,17 @@ def test_a_full_disk_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> No
     assert host.get({"a.py": b"1"}).problem == ""
 
 
+def test_an_old_version_that_cannot_be_removed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent lives on, and the next order removes it."""
+    first = host.get({"a.py": b"1"})
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "unlink", lambda *_, **__: fail(Path(), ""))
+        host.get({"a.py": b"2"})
+    assert (host.folder / f"{first.version}.json").exists()
+    host.get({"a.py": b"3"})
+    assert not (host.folder / f"{first.version}.json").exists()
+
+
 def fail(path: Path, pieces: object) -> None:
     raise OSError(28, "No space left on device", "/tmp/x")
 

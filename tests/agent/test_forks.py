@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import signal
@@ -86,6 +87,25 @@ def test_a_template_that_runs_but_closes_the_connection(template, monkeypatch):
     with pytest.raises(ForkRefusedError):
         fork(lambda: makes.append(1) or BreaksOff())
     assert len(makes) == 1
+
+
+@pytest.mark.parametrize("step", ["ensure_running", "connect_to_new_process"])
+def test_no_open_file_is_left_for_a_fork(template, monkeypatch, step):
+    """That worker is refused with the reason, and the agent lives on: the next fork succeeds."""
+
+    def fail(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def make():
+        return mp.get_context("forkserver").Process(target=int)
+
+    with monkeypatch.context() as full:
+        full.setattr(forkserver, step, fail)
+        with pytest.raises(ForkRefusedError, match="Too many open files"):
+            fork(make)
+    process = fork(make)
+    process.join(20)
+    assert process.exitcode == 0
 
 
 REPORT = """
