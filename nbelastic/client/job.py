@@ -225,7 +225,11 @@ class Job:
             if not 0 <= rank < len(members):
                 raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
             worker = str(members[rank])
-        elif worker not in {None, *map(str, self._copy.output.lines), *(row.id for row in self._driver.status.workers)}:
+        elif worker not in {
+            None,
+            *map(str, list(self._copy.output.lines)),
+            *(row.id for row in self._driver.status.workers),
+        }:
             raise UsageError(
                 f"there is no worker {worker!r}, and none of that name has printed anything in {self.name}."
             )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from nbelastic.client.job import Job
+from nbelastic.client.job_copy import JobCopy
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import LEAST, LONG, MOST, TAIL, Line, OutputBuffer
 from tests.core.story import wid
 
@@ -52,3 +57,18 @@ def test_long_lines_count_as_several():
     assert dropped == [wid("a/0#1")]
     print_lines(buffer, "a/1#1", 1)
     assert kept(buffer) == {"a/1#1": 1}
+
+
+def test_logs_can_be_read_while_workers_print(monkeypatch):
+    """Another thread takes in lines at any moment: `job.logs()` returns what there is, and never fails."""
+    copy, name_of = JobCopy("job-1"), WorkerId.__str__
+    job = Job(lambda: SimpleNamespace(status=SimpleNamespace(workers=())), copy)
+    for worker in ("a/0#1", "a/1#1"):
+        print_lines(copy.output, worker, 1)
+
+    def print_meanwhile(worker):
+        copy.output.add(worker, Line(copy.output.line_count + 1, "out", "y"))
+        return name_of(worker)
+
+    monkeypatch.setattr(WorkerId, "__str__", print_meanwhile)
+    assert job.logs(tail=1).splitlines() == ["a/0#1 | y", "a/1#1 | y"]
