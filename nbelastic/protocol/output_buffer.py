@@ -128,7 +128,7 @@ class OutputBuffer:
             for line in list(lines)
             if line.number > number
         ]
-        return sorted(found, key=lambda pair: pair[1].number)[-most:]
+        return sorted(found, key=lambda pair: pair[1].number)[max(0, len(found) - most) :]
 
 
 def _weight(line: Line) -> int:

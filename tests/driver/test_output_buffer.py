@@ -72,3 +72,10 @@ def test_logs_can_be_read_while_workers_print(monkeypatch):
 
     monkeypatch.setattr(WorkerId, "__str__", print_meanwhile)
     assert job.logs(tail=1).splitlines() == ["a/0#1 | y", "a/1#1 | y"]
+
+
+def test_no_lines_are_no_lines():
+    """`job.lines_since(number, most=0)` returns none, and not all."""
+    buffer = OutputBuffer()
+    print_lines(buffer, "a/0#1", 3)
+    assert [len(buffer.since(0, most=most)) for most in (0, 2, 9)] == [0, 2, 3]
