@@ -18,6 +18,7 @@ from nbelastic.client.configuration import Configuration
 from nbelastic.client.connection import Connection
 from nbelastic.client.discovery_poller import DiscoveryPoller
 from nbelastic.client.driver_process import start_driver_process
+from nbelastic.client.notebook_line import show_in_one_line
 from nbelastic.client.progress import ProgressLine, describe_progress, terminal
 from nbelastic.client.replacement import DriverReplacement
 from nbelastic.client.saved_arguments import BY_CLIENTS
@@ -33,6 +34,7 @@ from nbelastic.system.process_identity import identity
 from nbelastic.system.processes import disown
 
 NOT_ATTACHED = "it was not attached to"
+START_UNDONE = "the start is undone: no cluster runs."  # after Ctrl-C
 
 
 class DriverLink:
@@ -162,7 +164,12 @@ class DriverLink:
         owner = "" if configuration.is_kept else identity(os.getpid())
         settings = replace(configuration.settings, log_dir=log_dir, number=secrets.token_hex(4), owner=owner)
         self.is_owner = True
-        self._begin(self._start_driver(Start(settings, configuration.arguments, submitted=submitted)))
+        try:
+            driver = self._start_driver(Start(settings, configuration.arguments, submitted=submitted))
+        except KeyboardInterrupt as error:
+            show_in_one_line(error, START_UNDONE)
+            raise
+        self._begin(driver)
 
     def wait_for_start(self, timeout: float | None) -> None:
         """Wait until `min` workers are ready, for `timeout` seconds (default: elastic_timeout). A terminal shows the reason."""

@@ -14,6 +14,7 @@ from typing import Any
 from nbelastic.client.connection import Connection
 from nbelastic.client.driver_link import DriverLink
 from nbelastic.client.find_driver import kill_driver
+from nbelastic.client.notebook_line import show_in_one_line
 from nbelastic.errors import DriverLostError, NbelasticError
 from nbelastic.protocol import requests
 from nbelastic.protocol.settings import check
@@ -23,6 +24,7 @@ CLOSING_TIMEOUT = 10.0  # seconds in which everything but the programs has to en
 KERNEL_END_TIMEOUT = 2.0  # seconds in which a cluster has to stop when the kernel ends, which allows no more
 EXIT_TIMEOUT = 2.0  # seconds in which a process ends that has nothing more to do
 LONGEST_TIMEOUT = 1e9  # seconds that a user may choose
+KILLED = "the stop no longer waits for the programs: they are killed."  # after Ctrl-C
 MAX_SUCCESSORS = 3  # drivers that are asked to stop after the first one has died
 
 
@@ -31,7 +33,11 @@ def stop_cluster(link: DriverLink, timeout: float | None, *, by: str) -> None:
     fits = timeout is None or 0 <= timeout <= LONGEST_TIMEOUT
     check(fits, f"timeout={timeout}: a number of seconds, at least 0.")
     program_timeout = link.configuration.settings.limits.timeouts.stop if timeout is None else timeout
-    _stop(link, program_timeout, CLOSING_TIMEOUT, by=by, kill=True)
+    try:
+        _stop(link, program_timeout, CLOSING_TIMEOUT, by=by, kill=True)
+    except KeyboardInterrupt as error:
+        show_in_one_line(error, KILLED)
+        raise
 
 
 @contextlib.contextmanager
