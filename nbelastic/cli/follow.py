@@ -33,7 +33,7 @@ class Output:
         self._rank, self._tail, self._timestamps = rank, tail, timestamps
         self._job_name = ""
         self._has_begun = False  # the first lines of this job were printed, if there were any
-        self._has_printed = False  # a line of this job
+        self._has_printed = False  # the job, whether or not its lines are among the last ones
         self._last_number = 0  # of the last line that was read
 
     def show(self, job: Job) -> None:
@@ -46,7 +46,7 @@ class Output:
             print(f"… {missing} lines {'' if self._rank is None else 'of all ranks '}are only in the log files …")
         for line in wanted if self._has_begun else wanted[max(0, len(wanted) - self._tail) :]:
             self._print(line)
-        self._has_begun = True
+        self._has_begun, self._has_printed = True, self._has_printed or bool(wanted)
         self._last_number = lines[-1].number if lines else self._last_number
 
     def finish(self, job: Job) -> None:

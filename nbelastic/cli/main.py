@@ -34,6 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except NbelasticError as error:
+        _end_output()
         print(f"nbelastic: {remove_controls(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -45,6 +46,15 @@ def main(words: Sequence[str] | None = None) -> int:
         _silence_output()
         return 1
     return 0
+
+
+def _end_output() -> None:
+    """Write what was printed before an error: its line on stderr may go to the same file. A pipe may have no reader."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _silence_output()
 
 
 def _silence_output() -> None:

@@ -15,6 +15,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.cli.follow import Output
 from nbelastic.cli.main import main
+from nbelastic.client.doctor import Finding
 from nbelastic.driver.results import Outcome
 from nbelastic.protocol import messages
 from nbelastic.system.terminal_text import as_displayed
@@ -226,6 +227,7 @@ def test_a_rank_without_lines_is_named(start_hostless, run_command):
     assert run_command("logs --rank 0") == ("rank 0 | first\n", "", 0)
     assert run_command("logs --rank 9") == ("", "rank 9 of job-1 has printed nothing\n", 0)
     assert run_command("logs --rank -1") == ("", "nbelastic: rank=-1: ranks begin at 0.\n", 1)
+    assert run_command("logs --rank 0 --tail 0") == ("", "", 0), "it has printed, although no line is shown"
 
 
 @pytest.mark.parametrize("seconds", ["-3", "nan", "inf"])
@@ -291,3 +293,30 @@ def test_an_error_of_the_system_without_an_output(clusters_folder, monkeypatch, 
     monkeypatch.setattr("sys.stdout", None)
     assert main(["list"]) == 1
     assert capsys.readouterr().err == f"nbelastic: [Errno {errno.EROFS}] Read-only file system\n"
+
+
+@pytest.fixture
+def unwell(monkeypatch):
+    """The doctor prints a table, and then its command fails."""
+    monkeypatch.setattr("nbelastic.cli.main.examine", lambda *_: [Finding("gpu1", "wrong", "it has no ssh.")])
+
+
+def test_an_error_follows_the_output_in_one_file(unwell, monkeypatch, tmp_path):
+    """`nbelastic doctor gpu1 > log 2>&1`: the line that speaks of the lines before it is the last one."""
+    log = tmp_path / "log"
+    with log.open("a") as output, log.open("a", buffering=1) as errors:
+        monkeypatch.setattr("sys.stdout", output)
+        monkeypatch.setattr("sys.stderr", errors)
+        assert main(["doctor", "gpu1"]) == 1
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["host", "gpu1", "nbelastic:"]
+
+
+def test_a_command_that_fails_may_lose_its_reader(unwell, monkeypatch, capsys):
+    """`nbelastic doctor gpu1 | grep -q wrong`: the exit code is that of the error, and nothing is left to be written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(["doctor", "gpu1"]) == 1
+        output.flush()  # as Python does at its end
+    assert capsys.readouterr().err.startswith("nbelastic: not all is well")
