@@ -84,9 +84,14 @@ def _number(value: float | str) -> str:
     """Format a number with three significant digits, a whole number with all. Text stays as it is."""
     if isinstance(value, str):
         return value
-    if abs(value) < 1e15 and value == int(value):
+    if is_whole(value):
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
+
+
+def is_whole(value: float) -> bool:
+    """Whether it is a whole number of which all digits are shown. Larger ones would fill the line."""
+    return abs(value) < 1e15 and value == int(value)
 
 
 def fit(text: str, columns: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from nbelastic.client.job_summary import JobSummary, job_summary
+from nbelastic.client.progress import is_whole
 from nbelastic.client.trace import in_order
 from nbelastic.notebook.dashboard_frames import (
     Checkpoints,
@@ -262,8 +263,8 @@ def _megabytes(count: int | None) -> int | None:
 
 
 def _rounded(value: float | str) -> float | str:
-    """Round to what is shown. JSON has no NaN, so a loss that is NaN is sent as text. Text stays as it is."""
-    if isinstance(value, str):
+    """Round to what is shown. JSON has no NaN, so a loss that is NaN is sent as text. Text and whole numbers stay as they are."""
+    if isinstance(value, str) or is_whole(value):
         return value
     return five_digits(value) if math.isfinite(value) else str(value)
 

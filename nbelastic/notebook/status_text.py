@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Self
 
-from nbelastic.client.progress import unit
+from nbelastic.client.progress import is_whole, unit
 from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 from nbelastic.system.tables import html_table, text_table
@@ -173,7 +173,10 @@ def _seconds(seconds: float) -> str:
 
 
 def _value(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+    """Four significant digits, and all of a whole number, such as a step that the program counts."""
+    if isinstance(value, str):
+        return value
+    return str(int(value)) if is_whole(value) else f"{value:.4g}"
 
 
 def _host(host: HostStatus) -> tuple[str, ...]:

@@ -142,7 +142,13 @@ def test_a_small_cluster_is_sent_whole():
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0.123456789, 0.12346), (float("inf"), "inf"), (float("nan"), "nan"), (sys.float_info.max, sys.float_info.max)],
+    [
+        (0.123456789, 0.12346),
+        (1234567.0, 1234567.0),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+        (sys.float_info.max, sys.float_info.max),
+    ],
 )
 def test_numbers_are_as_exact_as_they_are_shown(value, shown):
     """Numbers that JSON does not have are sent as text."""

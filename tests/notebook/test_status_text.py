@@ -51,6 +51,13 @@ def test_a_program_with_a_step_of_its_own_has_commits():
     assert "step" not in lines[-2]
 
 
+def test_a_whole_number_has_all_its_digits():
+    """A count that the program reports is not rounded, as the progress line of a terminal does not round it either."""
+    report = {"step": 123456.0, "loss": 0.123456, "huge": 1e20, "text": "<1>"}
+    lines = repr(StatusView(replace(status(worker(0)), report=report))).splitlines()
+    assert lines[1].endswith(" · step 123456 · loss 0.1235 · huge 1e+20 · text <1>")
+
+
 def test_before_the_first_whole_commit_the_line_says_so():
     """After a loss the memory is not known until the new world has copies."""
     first = replace(SHARDED, copies=CopiesStatus(None, 0.0, 0.0, 2_500_000, 1))
