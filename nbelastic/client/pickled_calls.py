@@ -47,7 +47,10 @@ def _find_culprits(function: object, depth: int) -> Iterator[str]:
     inner = inspect.unwrap(function) if callable(function) else function
     if not isinstance(inner, FunctionType) or not depth:
         return
-    used = inspect.getclosurevars(inner)
+    try:
+        used = inspect.getclosurevars(inner)
+    except ValueError:  # a variable of an outer function has no value yet
+        return
     for name, value in {**used.globals, **used.nonlocals}.items():
         if not _can_be_pickled(value):
             yield from _find_culprits(value, depth - 1)

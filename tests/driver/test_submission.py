@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import pytest
 
 import nbelastic as nbe
+from nbelastic.client.pickled_calls import pickle_call
 from nbelastic.driver import driver_snapshot
 from tests.support.processes import run_folder
 
@@ -44,8 +46,6 @@ class CountsPickling:
         self.pickled_by: list[str] = []
 
     def __reduce__(self):
-        import threading
-
         self.pickled_by.append(threading.current_thread().name)
         return CountsPickling, ()
 
@@ -62,3 +62,15 @@ def test_a_job_needs_no_folder_for_its_results(cluster, monkeypatch):
     monkeypatch.setattr("nbelastic.driver.jobs.make_private", no_space)
     assert cluster.run(os.getpid).status == "running"
     assert cluster.status().job == "job-1"
+
+
+def test_a_function_that_cannot_be_pickled_may_use_what_has_no_value_yet():
+    """It is refused in one line like others, although not all of its variables can be looked at."""
+    lock = threading.Lock()
+
+    def train():
+        return lock, later
+
+    with pytest.raises(nbe.UsageError, match="'train' cannot be sent to the workers: TypeError: cannot pickle"):
+        pickle_call(train, (), {})
+    later = 1
