@@ -72,3 +72,16 @@ def test_what_is_not_known_is_not_said():
     assert job_summary([*BEGIN, *broken(120, 125, lost=None), *broken(130, 135)]).lost is None
     assert job_summary(BEGIN[1:]) is None
     assert job_summary([]) is None
+
+
+def test_a_loss_during_a_pause_costs_no_time_before_the_training_goes_on():
+    """A paused training loses no time. A loss before the pause, or one that outlasts it, counts for the rest of its time."""
+    within = [event(120, "paused"), *broken(130, 930), event(940, "resumed")]
+    assert job_summary([*BEGIN, *within]).trained_share(1040.0) == 1 - 10 / 120
+    longer = [event(120, "paused"), event(130, "world-broken"), event(900, "resumed")]
+    again = event(930, "training", 0, abort=0.1, all=800.0)
+    assert job_summary([*BEGIN, *longer]).trained_share(930.0) == 1 - (10 + 30) / 50
+    assert job_summary([*BEGIN, *longer, again]).trained_share(980.0) == 1 - (10 + 30) / 100
+    earlier = [event(120, "world-broken"), event(130, "paused")]
+    assert job_summary([*BEGIN, *earlier]).trained_share(999.0) == 1 - (10 + 10) / 30
+    assert job_summary([*BEGIN, *earlier, event(930, "resumed")]).trained_share(930.0) == 1 - (10 + 10) / 30
