@@ -14,7 +14,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 MOST_OF_A_LINE = 1000  # characters of another host's text that people see
 
 
-LINE_STEP = re.compile(r"(\n|\x1b\[\d*A)")  # to another line: down, or up, as nested progress bars do
+LINE_STEP = re.compile(r"(\n|\x1b\[[0-9]{0,9}A)")  # to another line: down, or up, as nested progress bars do
 
 
 def drop_replaced_frames(text: str) -> str:

@@ -110,3 +110,10 @@ def test_lines_that_were_shown_are_forgotten(output):
         output.add("b", "out", f"line {number}\n", now=1.0)
     assert len(lines(output.take(1.0))) == 100
     assert not output._counts
+
+
+def test_a_cursor_that_is_moved_up_by_an_absurd_number_ends_no_cell():
+    """Python refuses to read a number of thousands of digits, as binary data may have one by chance."""
+    output = LiveOutput(["a"])
+    output.add("a", "out", f"one\x1b[{'9' * 5000}Atwo\n")
+    assert [shown.text for shown in output.take_rest()] == [f"one\x1b[{'9' * 5000}Atwo"]
