@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any
 
 from nbelastic.agent.fork import shorten_addresses
@@ -77,7 +76,7 @@ def _set_up_process(settings: dict[str, Any]) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
     if settings["cwd"]:
         try:
-            os.chdir(Path(settings["cwd"]).expanduser())
+            os.chdir(os.path.expanduser(settings["cwd"]))
         except OSError as error:
             sys.exit(f"the folder {settings['cwd']} (cwd) cannot be entered here: {error.strerror}")
     if settings["path"]:

@@ -141,6 +141,8 @@ def _scale(options: Namespace) -> None:
 
 
 def _stop(options: Namespace) -> None:
+    if options.job and options.timeout is not None:
+        raise UsageError("--timeout is for the stop of the cluster: leave out it or --job.")
     cluster = _attached(options)
     job = cluster.job
     if not options.job:

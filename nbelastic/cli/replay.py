@@ -19,6 +19,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.json_encoding import DECODE_ERRORS, encode
 from nbelastic.system import versions
+from nbelastic.system.argument_types import user_path
 from nbelastic.system.terminal_text import remove_controls
 
 LONGEST = 160  # characters of an event or a command
@@ -50,7 +51,7 @@ class EventLogFile:
     """An event log on the disk; the older half of a long one is in a file beside it."""
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser()
+        self._path = user_path(path)
         older = self._path.with_suffix(".old")
         self._paths = (older, self._path) if older != self._path and older.is_file() else (self._path,)
         self.is_cut_off = False  # a line is incomplete, as after a kill or on a full disk
@@ -95,7 +96,7 @@ class EventLogFile:
 
     def share(self, path: str, last: int | None = None) -> str:
         """Write a copy for others. Returns a text that says so."""
-        copy = Path(path).expanduser()
+        copy = user_path(path)
         if any(copy.exists() and path.exists() and copy.samefile(path) for path in self._paths):
             raise UsageError(f"--share {path}: that is the log itself. Name another file for the copy.")
         for _ in self.played(last):  # UsageError for a log that cannot be replayed
@@ -121,7 +122,7 @@ class EventLogFile:
 
     def write_test(self, path: str, last: int | None) -> str:
         """Write a test, and the copy that it reads. Returns a text that says so."""
-        test = Path(path).expanduser()
+        test = user_path(path)
         if not (test.name.startswith("test_") and test.suffix == ".py"):
             raise UsageError(f"--test {path}: pytest finds files whose names are test_….py.")
         data = test.with_suffix(".jsonl")

@@ -42,9 +42,7 @@ class FaultOutcome:
     def __str__(self) -> str:
         """One line."""
         if self.recovery is not None:
-            lost = (
-                "" if self.steps_lost is None else f", {self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
-            )
+            lost = "" if self.steps_lost is None else f", {_lost(self.steps_lost)}"
             return f"{self.kind} {self.victim}: next step after {seconds_text(self.recovery)}{lost}"
         word = {True: "survived", False: "not survived", None: "not known"}[self.survived]
         return f"{self.kind} {self.victim}: {word}{f': {self.why}' if self.why else ''}"
@@ -97,12 +95,16 @@ class ChaosReport:
             figures = "goodput, times without a step and lost steps are not known: the program makes no commits"
         else:
             still = seconds_text(self.longest_without_step or 0.0)
-            lost = "lost steps are not known" if self.steps_lost is None else f"{self.steps_lost} steps lost"
+            lost = "lost steps are not known" if self.steps_lost is None else _lost(self.steps_lost)
             figures = f"goodput {self.goodput:.2%} · longest time without a step {still} · {lost}"
         times = "once" if self.withheld == 1 else f"{self.withheld} times"
         withheld = [f"withheld {times}: {self.withheld_because}"] if self.withheld else []
         others = [str(fault) for fault in self.faults if fault.survived is None or fault in self.not_survived]
         return [figures, *others, *withheld, f"ended: {self.ended}"]
+
+
+def _lost(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'} lost"
 
 
 def outcomes(records: Sequence[EventRecord], unresolved: tuple[bool | None, str] = (None, "")) -> list[FaultOutcome]:

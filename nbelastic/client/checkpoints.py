@@ -6,7 +6,7 @@ import os
 from numbers import Integral
 
 from nbelastic.errors import UsageError
-from nbelastic.system.argument_types import PATH, check_kind
+from nbelastic.system.argument_types import PATH, check_kind, user_path
 
 EVERY, KEEP = 100, 3  # defaults: commits between two checkpoints, and how many checkpoints are kept
 CheckpointPlan = tuple[str, int, int] | None  # the folder, commits between two checkpoints, how many are kept
@@ -23,7 +23,7 @@ def checkpoint_plan(folder: str | os.PathLike[str] | None, every: int | None, ke
     for name, number in (("checkpoint_every", every), ("checkpoint_keep", keep)):
         if number is not None and (not isinstance(number, Integral) or number < 1):
             raise UsageError(f"{name}={number!r}: a whole number, at least 1.")
-    path = os.path.abspath(os.path.expanduser(folder)) if os.fspath(folder) else ""
+    path = os.path.abspath(user_path(folder)) if os.fspath(folder) else ""
     if not path or (os.path.exists(path) and not os.path.isdir(path)):
         raise UsageError(f"checkpoint={os.fspath(folder)!r} is not a folder.")
     return path, EVERY if every is None else int(every), KEEP if keep is None else int(keep)

@@ -31,6 +31,7 @@ from nbelastic.provision.discovery import source_of
 from nbelastic.provision.kubernetes_api import check_installed, own_namespace
 from nbelastic.provision.pod_manifest import parse_options
 from nbelastic.provision.sbatch_options import check_time_limit, gpus_of
+from nbelastic.system.argument_types import user_path
 from nbelastic.system.cpu_count import usable_cpus
 from nbelastic.system.gpu_count import visible_gpus
 
@@ -98,7 +99,7 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
         check_options(launcher, settings.launcher_options)
         check_time_limit(settings.launcher_options, settings.limits.timeouts.successor)
     given["slots"] = default_slots
-    given["log_dir"] = Path(given["log_dir"]).expanduser() if given["log_dir"] is not None else None
+    given["log_dir"] = user_path(given["log_dir"]) if given["log_dir"] is not None else None
     return Configuration(
         settings=settings,
         arguments=saved_arguments(given, source),
@@ -180,7 +181,7 @@ def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -
 
 
 def _folders(given: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    found = tuple(os.path.abspath(Path(folder).expanduser()) for folder in given)
+    found = tuple(os.path.abspath(user_path(folder)) for folder in given)
     for folder in found:
         check(os.path.isdir(folder), f"code_folders: there is no folder {folder}.")
     return found

@@ -20,7 +20,7 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.requests import PullState, StopJob
 from nbelastic.system import pickling
-from nbelastic.system.argument_types import check_tail
+from nbelastic.system.argument_types import check_tail, check_timeout
 
 
 class Job:
@@ -96,6 +96,7 @@ class Job:
         the next commit. After the end: as the elastic function left it or, if it failed, the last commit; until the next
         job begins. UsageError if no worker holds it any more, or if it is sharded. WaitTimeoutError after `timeout` seconds.
         """
+        check_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             answer = self._driver.request(PullState(self.name, name or ""))

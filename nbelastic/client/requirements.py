@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nbelastic.errors import UsageError
 from nbelastic.protocol.settings import check
+from nbelastic.system.argument_types import user_path
 
 LARGEST = 256 << 10  # characters of all lines together
 _COMMENT = re.compile(r"(^|\s+)#.*$")
@@ -28,7 +29,7 @@ def read_requirements(given: str | os.PathLike[str] | Sequence[str] | None) -> t
     if given is None:
         return ()
     if isinstance(given, str | os.PathLike):
-        lines = tuple(_lines_of(Path(given).expanduser(), ()))
+        lines = tuple(_lines_of(user_path(given), ()))
     else:
         is_list = isinstance(given, Sequence) and all(isinstance(line, str) for line in given)
         check(is_list, "requirements must be the path of a file, or a list of lines such as ['einops>=0.8'].")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypedDict
 
 from nbelastic.protocol import agent_messages
 from nbelastic.protocol.requests import SubmitScript
 from nbelastic.protocol.script_events import Terms
 from nbelastic.protocol.settings import NCCL_DEFAULTS, NCCL_ENVIRONMENT, Settings, check, check_environment
-from nbelastic.system.argument_types import SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
+from nbelastic.system.argument_types import SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional, user_path
 
 _STREAMS = re.compile(r"[0123]|(\d+:[0123],)*\d+:[0123]")  # as torchrun accepts them: 3, or 0:1,1:2
 _KINDS = {
@@ -84,6 +83,6 @@ def _target(path: str | os.PathLike[str], module: bool, no_python: bool) -> str:
     text = os.fspath(path)
     if module or (no_python and os.sep not in text):
         return text
-    file = Path(text).expanduser()
+    file = user_path(text)
     check(file.is_file(), f"there is no file {text!r}.")
     return str(file.absolute())

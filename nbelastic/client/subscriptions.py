@@ -30,8 +30,9 @@ class Subscriptions:
 
     def add(self, callback: Callable[[Status], object]) -> Callable[[], None]:
         """Call `callback` soon, and after every change. Return a function that ends that."""
-        self._callbacks = [*self._callbacks, callback]
-        if self._thread is None or not self._thread.is_alive():
+        is_first, self._callbacks = not self._callbacks, [*self._callbacks, callback]
+        # A thread that still lives may have seen that there was no callback, and end.
+        if is_first or self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="nbelastic-subscribers", daemon=True)
             self._thread.start()
         self._notified.set()
@@ -52,7 +53,7 @@ class Subscriptions:
 
     def _run(self) -> None:
         pause = threading.Event()
-        while self._callbacks:
+        while self._callbacks and self._thread is threading.current_thread():
             self._notified.wait()
             self._notified.clear()
             status = self._status()

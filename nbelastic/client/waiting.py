@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from nbelastic.errors import WaitTimeoutError
+from nbelastic.system.argument_types import check_timeout
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 60.0  # seconds for a driver's answer to a request that it can answer at once
@@ -23,8 +24,9 @@ def wait_for_result(
 ) -> T:
     """Return the future's result or raise its error. The wait has slices, so that Ctrl-C works; `meanwhile` is called after each.
 
-    After `timeout` seconds WaitTimeoutError names, by `describe`, what the wait was for.
+    After `timeout` seconds WaitTimeoutError names, by `describe`, what the wait was for. UsageError if it is not a number.
     """
+    check_timeout(timeout)
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         slice_length = _SLICE if end is None else min(_SLICE, end - time.monotonic())

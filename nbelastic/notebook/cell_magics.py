@@ -57,7 +57,11 @@ class CellMagics(ClusterMagics):
         "line_cell",
         argument("key", nargs="?", metavar="KEY", help="with a cell: it replaces the setup cell with this KEY"),
         argument(
-            "--clear", nargs="?", const="", metavar="KEY", help="forget the setup cell with this KEY; without KEY, all"
+            "--clear",
+            nargs="?",
+            const=True,
+            metavar="KEY",
+            help="forget the setup cell with this KEY; without KEY, all",
         ),
         _TIMEOUT,
         out("each worker's output and error"),
@@ -75,7 +79,7 @@ class CellMagics(ClusterMagics):
         elif options.key is not None or options.timeout is not None or options.out_variable is not None:
             raise UsageError("KEY, --timeout and --out need a cell: write %%elastic_setup above it.")
         elif options.clear is not None:
-            cluster.clear_setup(options.clear or None)
+            cluster.clear_setup(None if options.clear is True else options.clear)
         else:
             for key, source in cluster.setup_cells.items():
                 print(f"{key}: {source.strip().partition(chr(10))[0]}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from IPython.core.magic import magics_class
@@ -13,6 +12,7 @@ from nbelastic.errors import UsageError
 from nbelastic.notebook.cluster_magics import ClusterMagics
 from nbelastic.notebook.magic_arguments import argument, magic, out, several
 from nbelastic.notebook.stack_groups import group_equal_stacks, group_title
+from nbelastic.system.argument_types import user_path
 
 if TYPE_CHECKING:
     from nbelastic.notebook.status_text import FindingList, StatusView
@@ -86,7 +86,7 @@ class ViewMagics(ClusterMagics):
     @magic("line", argument("file", metavar="FILE", help="file to write, for example trace.json"))
     def elastic_trace(self, options: Namespace) -> None:
         """Write the event log as a timeline (Chrome trace JSON), which Perfetto and chrome://tracing open."""
-        path = Path(options.file).expanduser()
+        path = user_path(options.file)
         try:
             path.write_text(json.dumps(self._cluster().trace()), encoding="utf-8")
         except OSError as error:

@@ -22,7 +22,7 @@ from nbelastic.state import checkpoint_files as checkpoint
 from nbelastic.state.checkpoint_files import Snapshot, reason
 from nbelastic.state.tensor_snapshot import CPU, allocate, copy_all, free_pinned
 from nbelastic.state.transfer import describe
-from nbelastic.system.argument_types import PATH, WHOLE, check_kind, check_optional
+from nbelastic.system.argument_types import PATH, WHOLE, check_kind, check_optional, user_path
 
 T = TypeVar("T")
 
@@ -357,7 +357,7 @@ def _join_last() -> None:
 def as_folder(path: str | Path) -> Path:
     """The absolute path of a folder that the user has given."""
     check_kind("path", path, PATH)
-    return Path(path).expanduser().absolute()
+    return user_path(path).absolute()
 
 
 def print_line(text: str) -> None:

@@ -12,6 +12,7 @@ from nbelastic.errors import StateError, UsageError
 from nbelastic.state.checks import only_numbers
 from nbelastic.state.sampler import positive_number, whole_number
 from nbelastic.state.step_writers import MLflow, StepWriter, TensorBoard, WandB
+from nbelastic.system.argument_types import user_path
 
 
 class StepLog:
@@ -45,7 +46,7 @@ class StepLog:
 
         A new job in the same folder hides the steps of the job before.
         """
-        return cls(lambda first_step: TensorBoard(Path(folder).expanduser(), first_step, options))
+        return cls(lambda first_step: TensorBoard(user_path(folder), first_step, options))
 
     @classmethod
     def mlflow(cls, experiment: str, *, run_name: str | None = None, tracking_uri: str | None = None) -> StepLog:

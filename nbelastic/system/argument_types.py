@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nbelastic.errors import UsageError
@@ -46,6 +48,21 @@ def check_time_left(name: str, seconds: float) -> None:
     """UsageError if nothing can end in so many seconds."""
     if not 0 < seconds < float("inf"):
         raise UsageError(f"{name}={seconds:g}: give a number of seconds greater than 0.")
+
+
+def check_timeout(timeout: float | None) -> None:
+    """UsageError if it is neither a number of seconds nor None."""
+    check_optional("timeout", timeout, SECONDS)
+    if timeout is not None and math.isnan(timeout):  # no time is later
+        raise UsageError(f"timeout={timeout}: give a number of seconds.")
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """The path, with the home folder in place of `~` or `~user`. UsageError if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{os.fspath(path)}: this machine has no such home folder.") from None
 
 
 def check_tail(tail: int) -> None:

@@ -103,6 +103,8 @@ def test_stop_returns_when_the_cluster_has_ended(start_hostless, run_command):
     """`stop` returns when the cluster has ended, and `stop --job` at once."""
     cluster = start_hostless(keep=True)
     cluster.run(os.getpid)
+    refused = "nbelastic: --timeout is for the stop of the cluster: leave out it or --job.\n"
+    assert run_command("stop --job --timeout 5") == ("", refused, 1)
     assert run_command("stop --job") == ("quiet: job-1 is being stopped.\n", "", 0)
     assert cluster.job.wait(10).status == "stopped"
     assert run_command("stop --job") == ("quiet: no job is running.\n", "", 0)

@@ -31,3 +31,18 @@ def test_an_exception_in_a_subscriber_does_not_end_it(caplog):
     for each in undo:
         each()
     assert [record.exc_info[1].args for record in caplog.records] == [("a hiccup",)]
+
+
+def test_a_subscriber_that_comes_as_the_thread_ends(monkeypatch):
+    """A new subscriber is called, though the thread of those before it, which ends without any, seems to live."""
+    watchers, calls = Subscriptions(lambda: "status"), queue.SimpleQueue()
+    undo = watchers.add(calls.put)
+    thread = watchers._thread
+    undo()
+    thread.join(PATIENCE)
+    monkeypatch.setattr(thread, "is_alive", lambda: True)
+    while not calls.empty():
+        calls.get()
+    undo = watchers.add(calls.put)
+    assert calls.get(timeout=PATIENCE) == "status"
+    undo()

@@ -265,6 +265,7 @@ def test_setup_cells_have_keys(ip, magics, cluster, capsys, monkeypatch):
     assert output_of(ip, capsys, "%elastic_setup --clear nothing") == (
         "UsageError: there is no setup cell 'nothing'; there are imports, 0b2e."
     )
+    assert "there is no setup cell ''" in output_of(ip, capsys, '%elastic_setup --clear ""')
     output_of(ip, capsys, "%elastic_setup --clear imports")
     assert list(cluster.setup_cells) == ["0b2e"]
     output_of(ip, capsys, "%elastic_setup --clear")

@@ -1,9 +1,12 @@
 """Arguments of a wrong type: the error is one line that names the argument and what it must be."""
 
+from concurrent.futures import Future
+
 import pytest
 
 import nbelastic as nbe
 from nbelastic.client.checkpoints import checkpoint_plan
+from nbelastic.client.waiting import wait_for_result
 from nbelastic.protocol.settings import NEEDED, OPTIONAL
 from nbelastic.state import checkpoints as saving
 from nbelastic.system.argument_types import NAMES, check_kind
@@ -104,3 +107,21 @@ def test_numbers_of_other_libraries_are_numbers():
     cluster = nbe.Cluster("localhost:2", min=numpy.int64(2), silence=numpy.float32(5), elastic_timeout=60)
     assert cluster._link.configuration.settings.limits.min == 2
     check_kind("preload", ("torch", "numpy"), NAMES)
+
+
+@pytest.mark.parametrize(("timeout", "words"), [(float("nan"), "timeout=nan: give a number"), ("5", "timeout must be")])
+def test_a_timeout_that_is_not_a_number_of_seconds(timeout, words):
+    """It is refused: a wait for NaN seconds would have no end."""
+    assert refused(wait_for_result, Future(), timeout, str).startswith(words)
+
+
+def test_the_home_folder_of_an_unknown_user():
+    """A path that begins with `~` and an unknown name is refused, wherever it is given."""
+    for given in (
+        {"log_dir": "~nobody-here/logs"},
+        {"requirements": "~nobody-here/r.txt"},
+        {"code_folders": ["~nobody-here"]},
+    ):
+        assert refused(nbe.Cluster, **given).endswith(": this machine has no such home folder.")
+    assert refused(checkpoint_plan, "~nobody-here/kept", None, None).startswith("~nobody-here/kept: ")
+    assert refused(saving.as_folder, "~nobody-here/kept").startswith("~nobody-here/kept: ")
