@@ -24,7 +24,9 @@ def folder_lock(folder: Path, cluster: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):
-            descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            # The folder may be shared: another user's link must not choose the file that is written.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(folder / FILE, flags, 0o666)
             at_end.callback(_unlock, descriptor)
             try:
                 _lock(descriptor, folder, cluster)

@@ -8,7 +8,7 @@ import pytest
 
 from nbelastic.errors import StateError
 from nbelastic.state import checkpoint_lock
-from nbelastic.state.checkpoint_lock import folder_lock
+from nbelastic.state.checkpoint_lock import FILE, folder_lock
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,15 @@ def test_two_clusters_do_not_use_one_folder(tmp_path):
         first.enter_context(folder_lock(tmp_path, "/logs/other"))
         with pytest.raises(StateError, match="/logs/other"):
             second.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
+
+
+def test_a_link_of_another_user(tmp_path):
+    """In a shared folder another user may have made a link of that name. The file that it leads to is not written."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / FILE).symlink_to(precious)
+    with folder_lock(tmp_path, "one"):
+        assert precious.read_text() == "mine"
 
 
 def test_what_the_program_has_forked_does_not_hold_the_lock(tmp_path):
