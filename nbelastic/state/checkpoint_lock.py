@@ -47,14 +47,16 @@ def _lock(descriptor: int, folder: Path, cluster: str) -> None:
         if _try(descriptor, fcntl.LOCK_EX):  # no process uses the folder
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, cluster.encode(), 0)
-        # Another process may have it for itself now, or may have had it between two of these lines.
-        if _user(descriptor) == cluster and _try(descriptor, fcntl.LOCK_SH) and _user(descriptor) == cluster:
+        # Read it under the lock: no process writes it then, and NFS shows what another host has written only after a lock.
+        is_shared, user = _try(descriptor, fcntl.LOCK_SH), _user(descriptor)
+        if is_shared and user == cluster:
             return
         if time.monotonic() > end:
             raise StateError(
-                f"a job of another cluster writes its checkpoints to {folder} (its logs are in {_user(descriptor)}): "
-                "stop it, or give checkpoint another folder."
+                f"a job of another cluster writes its checkpoints to {folder} (its logs are in {user}): "
+                f"stop it, or give checkpoint another folder. If its host was lost, remove {folder / FILE}."
             )
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # those who wait want it for themselves
         time.sleep(POLL)
 
 

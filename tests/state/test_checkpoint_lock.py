@@ -1,6 +1,7 @@
 """A checkpoint folder belongs to one cluster while one of its jobs runs."""
 
 import errno
+import fcntl
 import os
 from contextlib import ExitStack
 
@@ -28,6 +29,23 @@ def test_two_clusters_do_not_use_one_folder(tmp_path):
         first.enter_context(folder_lock(tmp_path, "/logs/other"))
         with pytest.raises(StateError, match="/logs/other"):
             second.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
+
+
+def test_a_host_that_has_read_the_file_before(tmp_path, monkeypatch):
+    """NFS shows a host what another one has written only after a lock. The workers of a new cluster on two hosts share the folder."""
+    seen, locked, read = b"an old one", fcntl.flock, os.pread
+    (tmp_path / FILE).write_bytes(seen)
+
+    def flock(descriptor, kind):
+        nonlocal seen
+        locked(descriptor, kind)
+        seen = read(descriptor, 4096, 0)
+
+    with folder_lock(tmp_path, "one"), monkeypatch.context() as other_host:
+        other_host.setattr(checkpoint_lock.fcntl, "flock", flock)
+        other_host.setattr(checkpoint_lock.os, "pread", lambda *_: seen)
+        with folder_lock(tmp_path, "one"):
+            pass
 
 
 def test_a_link_of_another_user(tmp_path):
