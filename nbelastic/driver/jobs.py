@@ -152,7 +152,9 @@ class Jobs:
             results = ""
             call = messages.Blob(call.size, call.data) if call is not None else None
         log_dir, workers = str(self._settings.log_dir / program.job), len(self._cluster().workers)
-        return replace(program, log_dir=log_dir, call=call, results=results, workers=workers)
+        return replace(
+            program, log_dir=log_dir, call=call, results=results, workers=workers, cluster=self._settings.number
+        )
 
     def keep_program(self, command: cmd.KeepProgram) -> None:
         """Save the job's program, if it is a new one, then tell the workers."""

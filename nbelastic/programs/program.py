@@ -292,7 +292,7 @@ def _prepare_checkpoints(session: Session, order: worker_messages.Program, at_en
         return
     plan = Plan(*order.checkpoints, is_rank_0=lambda: session.is_rank_0)
     plan.prepare()
-    at_end.enter_context(folder_lock(plan.folder, str(Path(order.log_dir).parent)))
+    at_end.enter_context(folder_lock(plan.folder, order.cluster, Path(order.log_dir).parent))
     session.checkpoints = plan
 
 

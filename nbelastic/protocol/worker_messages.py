@@ -200,6 +200,7 @@ class Program(Message):
     number: int = 0
     workers: int = 0
     code: str = ""  # the version of the user's modules that it imports; empty: the worker finds them by itself
+    cluster: str = ""  # its number, which other drivers of the cluster keep
 
 
 class NewProgram(Message):

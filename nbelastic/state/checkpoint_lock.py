@@ -11,14 +11,14 @@ from pathlib import Path
 
 from nbelastic.errors import StateError
 
-FILE = "used-by"  # its text is the cluster that has locked the folder
+FILE = "used-by"  # its text is the number and the log folder of the cluster that has locked the folder
 TIMEOUT = 5.0  # seconds for processes that were killed to end
 POLL = 0.1
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, cluster: str) -> Iterator[None]:
-    """Lock the folder for the processes of this cluster, which share the lock. `cluster`: the folder of its logs.
+def folder_lock(folder: Path, cluster: str, logs: Path) -> Iterator[None]:
+    """Lock the folder for the processes of this cluster, which share the lock. `cluster`: its number; `logs`: its log folder.
 
     StateError if those of another cluster have locked it. Nothing is locked where the file system or its owner prevents it.
     """
@@ -29,7 +29,7 @@ def folder_lock(folder: Path, cluster: str) -> Iterator[None]:
             descriptor = os.open(folder / FILE, flags, 0o666)
             at_end.callback(_unlock, descriptor)
             try:
-                _lock(descriptor, folder, cluster)
+                _lock(descriptor, folder, cluster, logs)
             except OSError:  # a full disk, for example: others are not to wait for this text
                 at_end.close()
         yield
@@ -41,19 +41,19 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path, cluster: str) -> None:
+def _lock(descriptor: int, folder: Path, cluster: str, logs: Path) -> None:
     end = time.monotonic() + TIMEOUT
     while True:
         if _try(descriptor, fcntl.LOCK_EX):  # no process uses the folder
             os.truncate(descriptor, 0)
-            os.pwrite(descriptor, cluster.encode(), 0)
+            os.pwrite(descriptor, f"{cluster} {logs}".encode(), 0)
         # Read it under the lock: no process writes it then, and NFS shows what another host has written only after a lock.
         is_shared, user = _try(descriptor, fcntl.LOCK_SH), _user(descriptor)
-        if is_shared and user == cluster:
+        if is_shared and user[0] == cluster:
             return
         if time.monotonic() > end:
             raise StateError(
-                f"a job of another cluster writes its checkpoints to {folder} (its logs are in {user}): "
+                f"a job of another cluster writes its checkpoints to {folder} (its logs are in {user[1]}): "
                 f"stop it, or give checkpoint another folder. If its host was lost, remove {folder / FILE}."
             )
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # those who wait want it for themselves
@@ -68,5 +68,7 @@ def _try(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _user(descriptor: int) -> str:
-    return os.pread(descriptor, 4096, 0).decode(errors="replace")
+def _user(descriptor: int) -> tuple[str, str]:
+    """The number and the log folder of the cluster that has written last."""
+    number, _, logs = os.pread(descriptor, 4096, 0).decode(errors="replace").partition(" ")
+    return number, logs

@@ -4,12 +4,15 @@ import errno
 import fcntl
 import os
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from nbelastic.errors import StateError
 from nbelastic.state import checkpoint_lock
 from nbelastic.state.checkpoint_lock import FILE, folder_lock
+
+LOGS = Path("/logs/some of mine")
 
 
 @pytest.fixture(autouse=True)
@@ -20,20 +23,26 @@ def short_wait(monkeypatch):
 def test_two_clusters_do_not_use_one_folder(tmp_path):
     """The workers of a cluster share the folder. Until the last one ends, those of another get an error that names its logs."""
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
-        second.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
+        first.enter_context(folder_lock(tmp_path, "a1", Path("/logs/long-name")))
+        second.enter_context(folder_lock(tmp_path, "a1", LOGS))
         first.close()
-        with pytest.raises(StateError, match=r"a job of another cluster .* \(its logs are in /logs/long-name-1\)"):
-            first.enter_context(folder_lock(tmp_path, "/logs/other"))
+        with pytest.raises(StateError, match=r"a job of another cluster .* \(its logs are in /logs/long-name\)"):
+            first.enter_context(folder_lock(tmp_path, "b2", LOGS))
         second.close()
-        first.enter_context(folder_lock(tmp_path, "/logs/other"))
-        with pytest.raises(StateError, match="/logs/other"):
-            second.enter_context(folder_lock(tmp_path, "/logs/long-name-1"))
+        first.enter_context(folder_lock(tmp_path, "b2", LOGS))
+        with pytest.raises(StateError, match="/logs/some of mine"):
+            second.enter_context(folder_lock(tmp_path, "a1", LOGS))
+
+
+def test_clusters_with_one_log_folder_are_two(tmp_path):
+    """Two copies of a notebook may name one log folder. Their clusters do not share a checkpoint folder."""
+    with folder_lock(tmp_path, "a1", LOGS), pytest.raises(StateError), folder_lock(tmp_path, "b2", LOGS):
+        pass
 
 
 def test_a_host_that_has_read_the_file_before(tmp_path, monkeypatch):
     """NFS shows a host what another one has written only after a lock. The workers of a new cluster on two hosts share the folder."""
-    seen, locked, read = b"an old one", fcntl.flock, os.pread
+    seen, locked, read = b"gone /logs/of/an/old/one", fcntl.flock, os.pread
     (tmp_path / FILE).write_bytes(seen)
 
     def flock(descriptor, kind):
@@ -41,10 +50,10 @@ def test_a_host_that_has_read_the_file_before(tmp_path, monkeypatch):
         locked(descriptor, kind)
         seen = read(descriptor, 4096, 0)
 
-    with folder_lock(tmp_path, "one"), monkeypatch.context() as other_host:
+    with folder_lock(tmp_path, "a1", LOGS), monkeypatch.context() as other_host:
         other_host.setattr(checkpoint_lock.fcntl, "flock", flock)
         other_host.setattr(checkpoint_lock.os, "pread", lambda *_: seen)
-        with folder_lock(tmp_path, "one"):
+        with folder_lock(tmp_path, "a1", LOGS):
             pass
 
 
@@ -53,14 +62,14 @@ def test_a_link_of_another_user(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / FILE).symlink_to(precious)
-    with folder_lock(tmp_path, "one"):
+    with folder_lock(tmp_path, "a1", LOGS):
         assert precious.read_text() == "mine"
 
 
 def test_what_the_program_has_forked_does_not_hold_the_lock(tmp_path):
     """A process that the job has forked, and that lives on, does not keep other clusters from the folder."""
     read, write = os.pipe()
-    with folder_lock(tmp_path, "one"):
+    with folder_lock(tmp_path, "a1", LOGS):
         pid = os.fork()
         if pid == 0:
             os.close(write)
@@ -68,7 +77,7 @@ def test_what_the_program_has_forked_does_not_hold_the_lock(tmp_path):
             os._exit(0)
     os.close(read)
     try:
-        with folder_lock(tmp_path, "other"):
+        with folder_lock(tmp_path, "b2", LOGS):
             pass
     finally:
         os.close(write)
@@ -85,9 +94,9 @@ def test_a_folder_that_cannot_be_locked(tmp_path, monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_lock.os, call, fail)
         with ExitStack() as workers:
-            workers.enter_context(folder_lock(tmp_path, "one"))
-            workers.enter_context(folder_lock(tmp_path, "one"))
-    with folder_lock(tmp_path, "other"):
+            workers.enter_context(folder_lock(tmp_path, "a1", LOGS))
+            workers.enter_context(folder_lock(tmp_path, "a1", LOGS))
+    with folder_lock(tmp_path, "b2", LOGS):
         pass
 
 
@@ -98,5 +107,5 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(checkpoint_lock.fcntl, "flock", without_locks)
-    with folder_lock(tmp_path, "one"), folder_lock(tmp_path, "other"):
+    with folder_lock(tmp_path, "a1", LOGS), folder_lock(tmp_path, "b2", LOGS):
         pass
