@@ -139,7 +139,7 @@ class Swap:
         failure, lines, depth = "", "", sys.getrecursionlimit()
         sys.setrecursionlimit(depth + FRAMES)
         try:
-            with programs.interruptible(number, on_trial=order.on_trial):
+            with programs.interruptible(number, on_trial=order.on_trial, old_goes_on=lambda: not self.is_over):
                 value = programs.run(order.program)
         except ProgramReplaced:
             raise

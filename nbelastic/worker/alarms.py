@@ -23,10 +23,13 @@ def interrupt_after(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def handling(handler: Callable[[FrameType | None], object]) -> Iterator[None]:
+def handling(
+    handler: Callable[[FrameType | None], object], goes_on: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """In the main thread: an interrupt calls `handler(frame)`, then again the handler before it. Ends a time limit.
 
-    A call into C that Python cannot interrupt goes on until it returns. An alarm that the program has set comes afterwards.
+    A call into C that Python cannot interrupt goes on until it returns. An alarm that the program has set comes afterwards, if
+    the program `goes_on()` then.
     """
     (left, interval), begin = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
     before = signal.signal(signal.SIGALRM, lambda _, frame: handler(frame))
@@ -36,5 +39,5 @@ def handling(handler: Callable[[FrameType | None], object]) -> Iterator[None]:
         interrupt_after(0)
         # A late signal would end the process by default.
         signal.signal(signal.SIGALRM, signal.SIG_IGN if before is signal.SIG_DFL else before)
-        if left:
+        if left and goes_on():
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begin), SOON), interval)

@@ -81,8 +81,11 @@ class Programs:
             raise ProgramRejected
 
     @contextlib.contextmanager
-    def interruptible(self, number: int, *, on_trial: bool) -> Iterator[None]:
-        """Begin this program. Raise ProgramRejected in the user's code if the driver rejects it. Our own code asks for itself."""
+    def interruptible(self, number: int, *, on_trial: bool, old_goes_on: Callable[[], bool]) -> Iterator[None]:
+        """Begin this program. Raise ProgramRejected in the user's code if the driver rejects it. Our own code asks for itself.
+
+        `old_goes_on()`: whether the program inside which it runs does so afterwards.
+        """
 
         def end(frame: FrameType | None) -> None:
             if is_in_user_code(frame):
@@ -90,7 +93,7 @@ class Programs:
             elif self._is_rejected:
                 alarms.interrupt_after(RETRY)
 
-        with alarms.handling(end):
+        with alarms.handling(end, old_goes_on):
             self.begin(number, on_trial=on_trial)  # now, as the handler is there
             self.raise_if_rejected()
             yield

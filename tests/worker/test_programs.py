@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from nbelastic.protocol import worker_messages
@@ -26,7 +28,7 @@ def test_a_program_that_is_rejected_before_it_begins_does_not_run(programs, deci
     """The driver may decide while this worker still copies the state. A later program says the same."""
     programs.note(order(1))
     programs.note(decision)
-    with pytest.raises(ProgramRejected), programs.interruptible(1, on_trial=True):
+    with pytest.raises(ProgramRejected), programs.interruptible(1, on_trial=True, old_goes_on=bool):
         raise AssertionError("it runs")
 
 
@@ -34,8 +36,22 @@ def test_an_earlier_decision_does_not_reject_a_new_program(programs):
     """It was about the program before."""
     programs.note(worker_messages.KeepProgram(0))
     programs.note(order(1))
-    with programs.interruptible(1, on_trial=True):
+    with programs.interruptible(1, on_trial=True, old_goes_on=bool):
         programs.raise_if_rejected()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_alarm_of_the_old_program(programs, goes_on):
+    """It comes after a new program that was rejected. One that has replaced the old program ends the job: no alarm may come then."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.alarm(1000)
+    try:
+        with programs.interruptible(1, on_trial=True, old_goes_on=lambda: goes_on):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) == goes_on
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_end_of_the_last_program_is_kept(programs):
