@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import select
@@ -13,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from nbelastic.system.processes import is_ending
 
 TEMPLATE_END_TIMEOUT = 5.0  # seconds in which a template ends that has closed its sockets
+NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # no open file, process or memory
 TRIES = 3  # if so many templates die, the next one would die of the same cause
 
 
@@ -41,7 +43,9 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
         try:
             forkserver.ensure_running()
         except OSError as error:
-            raise ForkRefusedError(f"no template could be started: {error}") from error
+            if error.errno in NOTHING_LEFT:
+                raise ForkRefusedError(f"no template could be started: {error}") from error
+            raise
         template = vars(forkserver._forkserver)["_forkserver_pid"]
         process = make()
         try:
@@ -52,8 +56,10 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
                 raise ForkRefusedError("the template could not fork: no process or memory is left here") from error
             if tries == TRIES:
                 raise
-        except OSError as error:  # no open file is left for its pipes
-            raise ForkRefusedError(f"the template could not be asked to fork: {error}") from error
+        except OSError as error:
+            if error.errno in NOTHING_LEFT:
+                raise ForkRefusedError(f"the template could not be asked to fork: {error}") from error
+            raise
         else:
             break
     return process

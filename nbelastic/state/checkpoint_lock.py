@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 from nbelastic.errors import StateError
 
 FILE = "used-by"  # its text is the number and the log folder of the cluster that has locked the folder
-TIMEOUT = 5.0  # seconds for processes that were killed to end
+TIMEOUT = 120.0  # seconds; a file server keeps the locks of a lost host for 90
+PATIENCE = 5.0  # seconds for processes that were killed to end, before a line says what this one waits for
 POLL = 0.1
 
 
@@ -20,7 +22,7 @@ POLL = 0.1
 def folder_lock(folder: Path, cluster: str, logs: Path) -> Iterator[None]:
     """Lock the folder for the processes of this cluster, which share the lock. `cluster`: its number; `logs`: its log folder.
 
-    StateError if those of another cluster have locked it. Nothing is locked where the file system or its owner prevents it.
+    Waits while those of another cluster have locked it, and prints a line. StateError after `TIMEOUT`. Nothing is locked where the file system or its owner prevents it.
     """
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):
@@ -42,7 +44,7 @@ def _unlock(descriptor: int) -> None:
 
 
 def _lock(descriptor: int, folder: Path, cluster: str, logs: Path) -> None:
-    end = time.monotonic() + TIMEOUT
+    begin, is_said = time.monotonic(), False
     while True:
         if _try(descriptor, fcntl.LOCK_EX):  # no process uses the folder
             os.truncate(descriptor, 0)
@@ -51,11 +53,13 @@ def _lock(descriptor: int, folder: Path, cluster: str, logs: Path) -> None:
         is_shared, user = _try(descriptor, fcntl.LOCK_SH), _user(descriptor)
         if is_shared and user[0] == cluster:
             return
-        if time.monotonic() > end:
-            raise StateError(
-                f"a job of another cluster writes its checkpoints to {folder} (its logs are in {user[1]}): "
-                f"stop it, or give checkpoint another folder. If its host was lost, remove {folder / FILE}."
-            )
+        why = f"a job of another cluster writes its checkpoints to {folder} (its logs are in {user[1]})"
+        waited = time.monotonic() - begin
+        if waited > TIMEOUT:
+            raise StateError(f"{why}: stop it, or give checkpoint another folder.")
+        if waited > PATIENCE and not is_said:
+            print(f"nbelastic: waiting for up to {TIMEOUT:g} s, as {why}.", file=sys.stderr, flush=True)
+            is_said = True
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # those who wait want it for themselves
         time.sleep(POLL)
 

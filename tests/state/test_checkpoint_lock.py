@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +18,8 @@ LOGS = Path("/logs/some of mine")
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch):
-    monkeypatch.setattr(checkpoint_lock, "TIMEOUT", 0.2)
+    monkeypatch.setattr(checkpoint_lock, "TIMEOUT", 0.3)
+    monkeypatch.setattr(checkpoint_lock, "PATIENCE", 0.1)
 
 
 def test_two_clusters_do_not_use_one_folder(tmp_path):
@@ -32,6 +34,20 @@ def test_two_clusters_do_not_use_one_folder(tmp_path):
         first.enter_context(folder_lock(tmp_path, "b2", LOGS))
         with pytest.raises(StateError, match="/logs/some of mine"):
             second.enter_context(folder_lock(tmp_path, "a1", LOGS))
+
+
+def test_a_cluster_waits_until_another_one_ends(tmp_path, monkeypatch, capsys):
+    """A file server may keep the lock of a lost host for a while: a line says what is waited for, and then the job begins."""
+    monkeypatch.setattr(checkpoint_lock, "TIMEOUT", 60.0)
+    with ExitStack() as first, ExitStack() as other, ThreadPoolExecutor(1) as pool:
+        first.enter_context(folder_lock(tmp_path, "a1", LOGS))
+        second = pool.submit(other.enter_context, folder_lock(tmp_path, "b2", LOGS))
+        with pytest.raises(TimeoutError):
+            second.result(0.4)
+        first.close()
+        second.result(20)
+    line = f"waiting for up to 60 s, as a job of another cluster writes its checkpoints to {tmp_path} (its logs are in {LOGS})."
+    assert capsys.readouterr().err == f"nbelastic: {line}\n"
 
 
 def test_clusters_with_one_log_folder_are_two(tmp_path):
