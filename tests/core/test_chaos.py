@@ -31,6 +31,11 @@ def test_a_seed_makes_the_same_choices():
     }
 
 
+def test_the_order_in_which_hosts_came_changes_no_choice():
+    """A seed gives the same fault after a restart of the hosts in another order."""
+    assert chosen(Story("a:2", "b:2", min=1).run()) == chosen(Story("b:2", "a:2", min=1).run())
+
+
 def test_a_seed_is_the_same_everywhere():
     """Draws do not depend on Python's version or hash seed, and are spread from 0 to 1."""
     assert [round(draw(7, n, "victim"), 6) for n in range(3)] == [0.078445, 0.197765, 0.434886]

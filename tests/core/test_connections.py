@@ -84,6 +84,16 @@ def test_a_change_waits_for_a_minute():
     assert "d/0#1" in story.names
 
 
+def test_a_pause_waits_for_a_minute():
+    """The host does not receive the order to stop at a commit: it is given up after a minute, and the others stand still."""
+    story = disconnect(with_stage(Stage.RUNNING))
+    story.send(ev.PauseRequested("you"))
+    story.quiet(30.0)
+    assert story.reason.endswith("the next change waits for the connection to c")
+    story.quiet(31.0)
+    assert (len(lost(story)), story.cluster.stands_still) == (1, True)
+
+
 def test_a_change_is_made_once_the_host_is_reached_again():
     """The change that has waited is made as soon as the host is reached again, and nothing is lost."""
     story = disconnect(with_stage(Stage.RUNNING))

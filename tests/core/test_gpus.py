@@ -103,8 +103,9 @@ def test_workers_share_a_gpu_over_nccl_if_nccl_may():
     assert (story.cluster.phase, backend(story), len(story.cluster.members)) == ("running", "nccl", 3)
     story.kill("a/2#1").quiet(5.0)
     assert allotted(story)["a/2#2"] == "A"
-    without = cluster("a:2", gpus={}, backend="nccl", shares_gpus=True, min=2).submit("job").quiet(5.0)
-    assert without.cluster.job.outcome == "failed"
+    for hosts in (("a:2",), ("a:1", "b:1")):
+        without = cluster(*hosts, gpus={"b": "B"}, backend="nccl", shares_gpus=True, min=2).submit("job").quiet(5.0)
+        assert without.cluster.job.outcome == "failed"
 
 
 def test_a_host_that_cannot_use_nccl_is_left_out_of_the_job():

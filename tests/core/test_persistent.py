@@ -63,3 +63,10 @@ def test_a_removed_key_is_not_there():
     with pytest.raises(KeyError, match="7"):
         numbers[7]
     assert 7 not in numbers
+
+
+def test_each_copy_is_small():
+    """A cluster of 10,000 workers has many of them: none has a dictionary of attributes."""
+    for shared in (PersistentDict({}), PersistentSet()):
+        with pytest.raises(AttributeError):
+            shared.another = 1
