@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nbelastic.errors import StateError
 
-FILE = "used-by"  # its text is the number and the log folder of the cluster that has locked the folder
+FILE = ".used-by"  # its text is the number and the log folder of the cluster that has locked the folder
 TIMEOUT = 120.0  # seconds; a file server keeps the locks of a lost host for 90
 PATIENCE = 5.0  # seconds for processes that were killed to end, before a line says what this one waits for
 POLL = 0.1
