@@ -70,7 +70,8 @@ def test_the_last_host_is_saved_in_a_checkpoint(trains, tmp_path):
     error = training.job.exception(timeout=30)
     assert "only hosts that end hold the training state: 127.0.0.2" in str(error)
     until(lambda: has_left(training.cluster, "127.0.0.2"))
-    assert [path.name.partition("-commit-")[1] for path in kept.glob("0*")] == ["-commit-"]
+    lock, checkpoint = sorted(path.name for path in kept.iterdir())
+    assert (lock, checkpoint.partition("-commit-")[1]) == (".used-by", "-commit-")
 
 
 def test_a_machine_is_drained_by_a_command(trains, capsys, tmp_path, monkeypatch):

@@ -236,7 +236,8 @@ def test_the_last_checkpoint_of_a_job_that_is_stopped_during_a_trial(make, tmp_p
     with pytest.raises(UsageError, match="the training has ended"):
         answer.result(timeout=20)
     last = max(line["step"] for line in training.lines())
-    until(lambda: [p.name for p in saved.glob("0*")] == [f"000001-commit-{last}"], what="the last checkpoint")
+    names = [".used-by", f"000001-commit-{last}"]
+    until(lambda: sorted(path.name for path in saved.iterdir()) == names, what="the last checkpoint")
 
 
 def test_workers_that_join_after_a_swap_write_checkpoints(make, tmp_path):
