@@ -100,8 +100,14 @@ def _state(status: Mapping[str, Any], conditions: Mapping[str, Any], node: str) 
 
 
 def _hopeless(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    images = {each["name"]: each.get("image", "") for each in spec.get("containers", ())}
-    for container in status.get("containerStatuses") or ():
+    images = {
+        each["name"]: each.get("image", "")
+        for kind in ("containers", "initContainers")
+        for each in spec.get(kind) or ()
+    }
+    # Beside a container that runs, one that has failed does no harm: an init container may go on as a sidecar.
+    is_pending = status.get("phase") == "Pending"
+    for container in _containers(status) if is_pending else status.get("containerStatuses") or ():
         waiting = container.get("state", {}).get("waiting", {})
         text = _HOPELESS.get(waiting.get("reason", ""))
         if text is not None:

@@ -22,7 +22,8 @@ POLL = 0.1
 def folder_lock(folder: Path, cluster: str, logs: Path) -> Iterator[None]:
     """Lock the folder for the processes of this cluster, which share the lock. `cluster`: its number; `logs`: its log folder.
 
-    Waits while those of another cluster have locked it, and prints a line. StateError after `TIMEOUT`. Nothing is locked where the file system or its owner prevents it.
+    Waits while those of another cluster have locked it, and prints a line. StateError after `TIMEOUT`. Nothing is locked where
+    the file system or its owner prevents it.
     """
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):

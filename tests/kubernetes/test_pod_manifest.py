@@ -139,6 +139,7 @@ def reported(phase="Pending", node="", metadata=None, container=None, conditions
             "nodeName": node,
             "terminationGracePeriodSeconds": 35,
             "containers": [{"name": "main", "image": "lab/x"}],
+            "initContainers": [{"name": "a", "image": "lab/a"}, {"name": "b", "image": "lab/prepare"}],
         },
         "status": {"phase": phase, "containerStatuses": containers, "conditions": rows, **status},
     }
@@ -169,10 +170,14 @@ def inits(waiting=None, **state):
             "starting on n1 (ErrImagePull: busy)",
         ),
         (
-            reported(node="n1", container=INITIALIZES, initContainerStatuses=inits({"reason": "ImagePullBackOff"})),
-            "starting on n1 (ImagePullBackOff)",
+            reported(node="n1", container=INITIALIZES, initContainerStatuses=inits({"reason": "ErrImagePull"})),
+            "starting on n1 (ErrImagePull)",
         ),
         (reported("Running", "n1"), "running on n1"),
+        (
+            reported("Running", "n1", initContainerStatuses=inits({"reason": "CrashLoopBackOff"})),
+            "running on n1",
+        ),
     ],
 )
 def test_a_pod_that_waits_says_why(pod, state):
@@ -203,6 +208,10 @@ def test_a_pod_that_waits_says_why(pod, state):
         (
             reported(node="n1", container={"waiting": {"reason": "InvalidImageName", "message": "no"}}),
             "its image lab/x is not a valid name (InvalidImageName: no)",
+        ),
+        (
+            reported(node="n1", container=INITIALIZES, initContainerStatuses=inits({"reason": "ImagePullBackOff"})),
+            "its image lab/prepare cannot be pulled (ImagePullBackOff)",
         ),
         (
             reported("Failed", container=INITIALIZES, initContainerStatuses=inits(terminated={"exitCode": 3})),
