@@ -42,13 +42,8 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
     for tries in range(1, TRIES + 1):
         try:
             forkserver.ensure_running()
-        except OSError as error:
-            if error.errno in NOTHING_LEFT:
-                raise ForkRefusedError(f"no template could be started: {error}") from error
-            raise
-        template = vars(forkserver._forkserver)["_forkserver_pid"]
-        process = make()
-        try:
+            template = vars(forkserver._forkserver)["_forkserver_pid"]
+            process = make()
             process.start()
         except (EOFError, ConnectionError) as error:
             listens = not isinstance(error, ConnectionRefusedError)
@@ -57,9 +52,9 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
             if tries == TRIES:
                 raise
         except OSError as error:
-            if error.errno in NOTHING_LEFT:
-                raise ForkRefusedError(f"the template could not be asked to fork: {error}") from error
-            raise
+            if error.errno not in NOTHING_LEFT:
+                raise
+            raise ForkRefusedError(f"the template could not fork: {error}") from error
         else:
             break
     return process

@@ -31,8 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         options.command(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        _flush()
     except NbelasticError as error:
         _end_output()
         print(f"nbelastic: {remove_controls(str(error))}", file=sys.stderr)
@@ -51,10 +50,14 @@ def main(words: Sequence[str] | None = None) -> int:
 def _end_output() -> None:
     """Write what was printed before an error: its line on stderr may go to the same file. A pipe may have no reader."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        _flush()
     except OSError:
         _silence_output()
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it was closed before the start
+        sys.stdout.flush()
 
 
 def _silence_output() -> None:

@@ -17,8 +17,9 @@ from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
 from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
 from nbelastic.sharded.whole_commits import Lost
-from nbelastic.state.checkpoints import Plan, as_folder, print_line
+from nbelastic.state.checkpoints import Plan, as_folder
 from nbelastic.state.transfer import from_bytes, to_bytes
+from nbelastic.system.log_line import print_line
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 

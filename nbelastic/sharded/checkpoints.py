@@ -29,9 +29,10 @@ from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Holdings, Record
 from nbelastic.sharded.whole_commits import Commit
 from nbelastic.state.checkpoint_files import prepare, reason, reserved, still_there
-from nbelastic.state.checkpoints import Plan, Saving, as_folder, print_line
+from nbelastic.state.checkpoints import Plan, Saving, as_folder
 from nbelastic.state.transfer import check_plain
 from nbelastic.system.argument_types import WHOLE, check_kind
+from nbelastic.system.log_line import print_line
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.session import Session
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from nbelastic.state.state import State
 from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import check_plain, describe, from_bytes, to_bytes
 from nbelastic.system.argument_types import WHOLE, check_kind
+from nbelastic.system.log_line import print_line
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
@@ -380,7 +380,7 @@ class ShardedState(State):
 
     def _print(self, line: str | None) -> None:
         if line is not None and self._formation is not None and self._formation.rank == 0:
-            print(f"nbelastic: {line}", file=sys.stderr, flush=True)
+            print_line(line)
 
     def finish_copies(self) -> None:
         """Wait until the last commit that is being copied is whole."""

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from nbelastic.errors import StateError
 from nbelastic.state.checkpoint_checksums import File, check_file, measured, read_sealed, write_sealed
+from nbelastic.state.checkpoint_lock import unlock
 from nbelastic.state.checkpoint_streams import StreamTransform
 from nbelastic.state.transfer import TENSOR, why_not_plain
 
@@ -182,9 +183,7 @@ def _locked(path: Path, *, needed: bool = True) -> Iterator[None]:
                 raise
         yield
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes forked meanwhile have the descriptor too
-        os.close(descriptor)
+        unlock(descriptor)
 
 
 # ---- writing ----

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from nbelastic.errors import StateError
+from nbelastic.system.log_line import print_line
 
 FILE = ".used-by"  # its text is the number and the log folder of the cluster that has locked the folder
 TIMEOUT = 120.0  # seconds; a file server keeps the locks of a lost host for 90
@@ -30,7 +30,7 @@ def folder_lock(folder: Path, cluster: str, logs: Path) -> Iterator[None]:
             # The folder may be shared: another user's link must not choose the file that is written.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(folder / FILE, flags, 0o666)
-            at_end.callback(_unlock, descriptor)
+            at_end.callback(unlock, descriptor)
             try:
                 _lock(descriptor, folder, cluster, logs)
             except OSError:  # a full disk, for example: others are not to wait for this text
@@ -38,7 +38,8 @@ def folder_lock(folder: Path, cluster: str, logs: Path) -> Iterator[None]:
         yield
 
 
-def _unlock(descriptor: int) -> None:
+def unlock(descriptor: int) -> None:
+    """Unlock the file or folder, and close it."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes forked meanwhile have the descriptor too
     os.close(descriptor)
@@ -59,7 +60,7 @@ def _lock(descriptor: int, folder: Path, cluster: str, logs: Path) -> None:
         if waited > TIMEOUT:
             raise StateError(f"{why}: stop it, or give checkpoint another folder.")
         if waited > PATIENCE and not is_said:
-            print(f"nbelastic: waiting for up to {TIMEOUT:g} s, as {why}.", file=sys.stderr, flush=True)
+            print_line(f"waiting for up to {TIMEOUT:g} s, as {why}.")
             is_said = True
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # those who wait want it for themselves
         time.sleep(POLL)

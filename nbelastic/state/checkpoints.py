@@ -7,7 +7,6 @@ can block a save. A save copies the tensors at once; a thread writes the copies,
 from __future__ import annotations
 
 import io
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from nbelastic.state.checkpoint_files import Snapshot, reason
 from nbelastic.state.tensor_snapshot import CPU, allocate, copy_all, free_pinned
 from nbelastic.state.transfer import describe
 from nbelastic.system.argument_types import PATH, WHOLE, check_kind, check_optional, user_path
+from nbelastic.system.log_line import print_line
 
 T = TypeVar("T")
 
@@ -358,8 +358,3 @@ def as_folder(path: str | Path) -> Path:
     """The absolute path of a folder that the user has given."""
     check_kind("path", path, PATH)
     return user_path(path).absolute()
-
-
-def print_line(text: str) -> None:
-    """Print a line to stderr."""
-    print(f"nbelastic: {text}", file=sys.stderr, flush=True)

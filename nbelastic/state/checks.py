@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from nbelastic.errors import StateError
 from nbelastic.state.optimizers import frozen
+from nbelastic.system.log_line import print_line
 
 SHARDED = (
     "{name} is sharded over ranks (FSDP, DTensor), but a state needs the whole model on every rank. "
@@ -88,5 +88,5 @@ def only_numbers(values: Mapping[str, Any], left_out: set[str]) -> dict[str, flo
         if name not in left_out:
             left_out.add(name)
             text = f"report({name}=…) is left out: a report is a number, not {kind}."
-            print(f"nbelastic: {text}", file=sys.stderr, flush=True)
+            print_line(text)
     return numbers

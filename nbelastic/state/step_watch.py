@@ -8,7 +8,6 @@ autograd's count of changes show whether that holds. If it does not hold, each c
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
@@ -20,6 +19,7 @@ from nbelastic.state.contents import Contents
 from nbelastic.state.cuda_graphs import ReplayWatch, refuse_capture
 from nbelastic.state.grad_scaler import forget_step
 from nbelastic.state.tensor_snapshot import TensorSnapshot
+from nbelastic.system.log_line import print_line
 from nbelastic.worker.process_group import collectives
 from nbelastic.worker.session import Session
 
@@ -150,5 +150,5 @@ class StepWatch:
 
     def _copy_from_now_on(self, reason: str) -> None:
         if not self.copying and reason != SEVERAL and self._session is not None and self._session.is_rank_0:
-            print(f"nbelastic: {reason}", file=sys.stderr, flush=True)
+            print_line(reason)
         self.copying = self.copying or reason

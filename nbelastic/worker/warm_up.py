@@ -8,7 +8,6 @@ matrices and convolutions.
 from __future__ import annotations
 
 import io
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from nbelastic.system.log_line import print_line
 from nbelastic.worker import accelerator
 
 TIMEOUT = timedelta(seconds=60)  # of NCCL's first use
@@ -47,7 +47,7 @@ def _try(what: str, task: Callable[[], None]) -> None:
     try:
         task()
     except Exception as error:  # noqa: BLE001  (CUDA, its libraries and NCCL raise many kinds)
-        print(f"nbelastic: warming up {what} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print_line(f"warming up {what} failed: {type(error).__name__}: {error}")
 
 
 def _use_device(where: torch.device) -> None:
