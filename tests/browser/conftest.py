@@ -201,8 +201,12 @@ def view(page):
 
 @pytest.fixture
 def clock(page):
-    """The browser's clock, which a test can advance; it begins with the kernel's time."""
-    page.clock.install(time=datetime.fromtimestamp(NOW, UTC))
+    """The browser's clock, which begins with the kernel's time and stands until the test advances it. Frames go on."""
+    frames = "[window.requestAnimationFrame, window.cancelAnimationFrame]"
+    page.context.add_init_script(f"window.frames_of_the_browser = {frames}")
+    page.clock.install(time=datetime.fromtimestamp(NOW - 600, UTC))
+    page.clock.pause_at(datetime.fromtimestamp(NOW, UTC))
+    page.context.add_init_script(f"{frames} = window.frames_of_the_browser")
     return page.clock
 
 

@@ -80,6 +80,13 @@ class View:
     def patch(self, base=1, **patch):
         self.update(change={"base": base, "patch": patch})
 
+    def run_for(self, ms):
+        """Advance a clock that stands, between two frames: what is to be drawn is drawn before and after."""
+        frame = "new Promise((drawn) => requestAnimationFrame(drawn))"
+        self.page.evaluate(frame)
+        self.page.clock.run_for(ms)
+        self.page.evaluate(frame)
+
     def sent(self, key="order"):
         """The messages of the view that have this key, without their ids."""
         sent = self.page.evaluate("key => model.sent.filter((content) => key in content)", key)

@@ -20,7 +20,7 @@ def open_view(view, clock, answer, **more):
     view.open(
         state(step=400, report={"loss": 0.29, "accuracy": 0.8, "lr": 0.01}, **more), {**ANSWERS, "reports": answer}
     )
-    clock.run_for(100)
+    view.run_for(100)
     return view
 
 
@@ -73,17 +73,17 @@ def test_a_view_asks_only_for_new_rows(view, clock):
     )
     for step in range(401, 405):
         view.patch(step=step)
-        clock.run_for(250)
-    clock.run_for(1000)
+        view.run_for(250)
+    view.run_for(1000)
     asked = view.sent("ask")
     counts = [query["count"] for query in asked if query["ask"] == "reports"]
     assert counts[:2] == [0, 400]
     assert set(counts[2:]) <= {404}
     assert len(counts) <= 4
     expect(chart(view, re.compile("^loss from 2.52 to .*, step 1 to step 404"))).to_be_visible()
-    clock.run_for(2000)  # an answer to the last step but one may have come only now
+    view.run_for(2000)  # an answer to the last step but one may have come only now
     asked = len(view.sent("ask"))
-    clock.run_for(5000)
+    view.run_for(5000)
     assert len(view.sent("ask")) == asked
 
 
@@ -93,7 +93,7 @@ def test_a_clock_that_is_set_back_does_not_stop_the_charts(view, clock):
     asked = len(view.sent("ask"))
     clock.set_system_time(NOW - 3600)
     view.patch(step=401)
-    clock.run_for(2000)
+    view.run_for(2000)
     assert view.sent("ask")[asked:] == [{"ask": "reports", "version": "v1", "count": 400}]
 
 
@@ -101,7 +101,7 @@ def test_the_newest_report_is_shown_before_its_row(view, clock):
     """In a long job, a row stands for many reports and comes only every few seconds."""
     open_view(view, clock, reports())
     view.patch(step=450, report={"loss": 0.125})
-    clock.run_for(1500)
+    view.run_for(1500)
     expect(chart(view, "loss from 2.52 to 0.125, step 1 to step 450")).to_be_visible()
 
 
@@ -110,7 +110,7 @@ def test_a_chart_can_be_read_zoomed_and_logarithmic(view, clock):
     open_view(view, clock, reports())
     box = view.page.locator(".u-over").first.bounding_box()
     view.page.mouse.move(box["x"] + box["width"] * 149 / 399, box["y"] + 40)
-    clock.run_for(100)
+    view.run_for(100)
     note = view.page.locator(".nbe-charts .nbe-note")
     expect(note).to_contain_text(re.compile(r"step 1(49|50|51) · world of 3, was 4"))
     step = int(note.text_content().split()[1])
@@ -120,7 +120,7 @@ def test_a_chart_can_be_read_zoomed_and_logarithmic(view, clock):
     view.page.mouse.down()
     view.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 40)
     view.page.mouse.up()
-    clock.run_for(100)
+    view.run_for(100)
     expect(button(view, "Reset zoom")).to_be_visible()
     button(view, "Logarithmic scale of loss").click()
     expect(button(view, "Logarithmic scale of loss")).to_have_attribute("aria-pressed", "true")
@@ -159,7 +159,7 @@ def test_the_charts_and_the_overview_show_the_same_newest_values(view, clock):
     open_view(view, clock, reports(), steps_per_second=44.0)
     for loss, speed in ((0.29, "44"), (0.0019214, "41.9")):
         view.patch(step=401, report={"loss": loss}, steps_per_second=float(speed))
-        clock.run_for(100)
+        view.run_for(100)
         values = view.page.locator(".nbe-charthead b")
         expect(values.nth(0)).to_have_text(str(loss))
         expect(values.nth(2)).to_have_text(speed)
@@ -181,7 +181,7 @@ def test_the_axes_have_at_least_two_labels(view, clock, width):
             answer["rows"][1][:2] = [last, answer["rows"][0][1] + 7 * last]
             view.page.evaluate("answer => { model.answers.reports = answer; window.labels = [] }", answer)
             view.patch(step=last)
-            clock.run_for(2500)
+            view.run_for(2500)
             labels = view.page.evaluate(
                 "window.labels.filter(([text, x, y]) => y === Math.max(...window.labels.map((l) => l[2])))"
             )
@@ -205,13 +205,13 @@ def test_a_job_that_reports_nothing_has_not_the_charts_of_the_one_before(view, c
     expect(chart(view, "loss from")).to_be_visible()
     view.page.evaluate("() => { model.answers.reports = null }")
     view.patch(step=401)
-    clock.run_for(1500)
+    view.run_for(1500)
     late = view.last_id("ask")
     view.patch(job="job-2", outcome="failed", step=0, report={"loss": None, "accuracy": None, "lr": None})
-    clock.run_for(100)
+    view.run_for(100)
     expect(view.page.locator(".nbe-charts")).to_be_hidden()
     view.page.evaluate("answer => model.deliver(answer)", {**reports(), "reply": late})
-    clock.run_for(100)
+    view.run_for(100)
     expect(view.page.locator(".nbe-charts")).to_be_hidden()
 
 
@@ -223,7 +223,7 @@ def test_another_job_begins_with_empty_charts(view, clock):
         {**reports(40, version="v2"), "names": ["reward", "b", "c", "d"]},
     )
     view.patch(job="job-2", step=40, report={"reward": 1.0}, time=NOW + 9)
-    clock.run_for(2500)
+    view.run_for(2500)
     expect(chart(view, "reward from")).to_be_visible()
     expect(chart(view, "loss from")).to_have_count(0)
 
@@ -236,6 +236,6 @@ def test_another_job_is_not_zoomed(view, clock):
     expect(button(view, "Reset zoom")).to_be_visible()
     view.page.evaluate("answer => { model.answers.reports = answer }", reports(20, version="v2"))
     view.patch(job="job-2", step=20)
-    clock.run_for(2000)
+    view.run_for(2000)
     expect(chart(view, re.compile("step 1 to step 20,"))).not_to_have_count(0)
     expect(button(view, "Reset zoom")).to_be_hidden()

@@ -56,10 +56,8 @@ def test_the_heat_map_is_read_by_the_keyboard(view):
     expect(tab).to_contain_text("4 ranks over 5 min")
 
 
-def test_step_times_are_asked_for_while_the_panel_is_open(view):
+def test_step_times_are_asked_for_while_the_panel_is_open(view, clock):
     """Every five seconds. Without times it says when they come; 512 ranks fit, without numbers."""
-    clock = view.page.clock
-    clock.install()
     view.open(state(), {**ANSWERS, "step_times": {"span": 5, "end": 0, "rows": [], "texts": {}}})
     tab = panel(view, "Step times")
     expect(tab).to_contain_text("No times yet")
