@@ -16,6 +16,7 @@ from typing import Any
 
 from nbelastic.protocol import program_events as pev
 from nbelastic.protocol import worker_messages
+from nbelastic.system.signal_safe_queue import SignalSafeQueue
 from nbelastic.worker.output_buffer import MAX_TEXT, printable
 from nbelastic.worker.session import Session
 from nbelastic.worker.user_stack import current_line, user_frames
@@ -30,7 +31,7 @@ class Breakpoints:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._lines: queue.SimpleQueue[worker_messages.DebuggerInput] = queue.SimpleQueue()
+        self._lines: SignalSafeQueue[worker_messages.DebuggerInput] = SignalSafeQueue()
         self._numbers = itertools.count(time.time_ns())  # a line for an earlier program of this worker must not count
         self._printed: list[str] = []
 
@@ -88,7 +89,7 @@ class Breakpoints:
                 sent = time.monotonic()
                 session.link.send(waits)
             try:
-                line = self._lines.get(timeout=POLL)
+                line = self._lines.get(POLL)
             except queue.Empty:
                 session.programs.raise_if_rejected()
                 session.raise_if_over()

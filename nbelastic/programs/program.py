@@ -34,6 +34,7 @@ from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
 from nbelastic.system.folder_paths import code_folder
 from nbelastic.system.private_files import replace_private
+from nbelastic.system.signal_safe_queue import SignalSafeQueue
 from nbelastic.system.tunnel_folder import engine_connection
 from nbelastic.worker.environment import log_to
 from nbelastic.worker.output_buffer import OutputStream, printable
@@ -66,7 +67,7 @@ class Runner:
     def __init__(self, session: Session, profile: str, tunnel: str) -> None:
         self._session, self._loop = session, asyncio.get_running_loop()
         self._requests: asyncio.Queue[messages.Message] = asyncio.Queue()
-        self._pieces: queue.SimpleQueue[worker_messages.CallPiece] = queue.SimpleQueue()
+        self._pieces: SignalSafeQueue[worker_messages.CallPiece] = SignalSafeQueue()
         self._newest_job = ""  # of the last program
         self._names_before: frozenset[str] = frozenset()  # of cells, before that job
         self._interrupts = CellInterrupts()
@@ -204,7 +205,7 @@ class Runner:
                 requested = now()
                 self._session.link.send(worker_messages.FetchCall(self._session.worker, job, at, number))
             try:
-                piece = self._pieces.get(timeout=POLL)
+                piece = self._pieces.get(POLL)
             except queue.Empty:
                 continue
             if (piece.job, piece.number) == (job, number) and piece.offset == at:

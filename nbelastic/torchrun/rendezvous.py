@@ -34,6 +34,7 @@ from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
 from nbelastic.system.addresses import address_of, bracketed, split_endpoint
 from nbelastic.system.interfaces import interface_of
+from nbelastic.system.signal_safe_queue import SignalSafeQueue
 from nbelastic.transport.client import Client
 
 BACKEND = "nbelastic"
@@ -67,8 +68,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         self._ready, self._home, self._timeout = ready, home, timeout
         self._unset_variables = tuple(name for name in INTERFACE_VARIABLES if name not in os.environ)
         self._before_round, self._on_wait, self._leaves_if_full = before_round, on_wait, leaves_if_full
-        self._inbox: queue.Queue[node_messages.Round | messages.Rehome | node_messages.Wait | node_messages.EndNode]
-        self._inbox = queue.Queue()
+        self._inbox: SignalSafeQueue[node_messages.Round | messages.Rehome | node_messages.Wait | node_messages.EndNode]
+        self._inbox = SignalSafeQueue()
         self._end_message: node_messages.EndNode | None = None
         self._round_to_leave = 0  # the newest one; earlier ones are to be left too
         self._offers: dict[str, TCPStore] = {}  # since the last round, by endpoint
@@ -171,7 +172,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
                 self._sent_ready = replace(self._ready, round=last, store=store, pid=os.getpid())
                 self.link.send(self._sent_ready)
             try:
-                message = self._inbox.get(timeout=max(0.0, sent_at + REPEAT_READY - now))
+                message = self._inbox.get(max(0.0, sent_at + REPEAT_READY - now))
             except queue.Empty:
                 message = None
             match message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
+from nbelastic.system.signal_safe_queue import SignalSafeQueue
 from nbelastic.worker.protocol import News
 
 
@@ -18,7 +19,7 @@ class Inbox:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.attention = False
-        self._queue: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._queue: SignalSafeQueue[News] = SignalSafeQueue()
 
     def post(self, news: News) -> None:
         self._queue.put(news)
@@ -27,7 +28,7 @@ class Inbox:
     def take(self, timeout: float = 0.0) -> News | None:
         """The oldest message, or None if none comes within `timeout` seconds."""
         try:
-            return self._queue.get(timeout=timeout) if timeout else self._queue.get_nowait()
+            return self._queue.get(timeout)
         except queue.Empty:
             return None
 
@@ -36,4 +37,4 @@ class Inbox:
 
     def clear(self) -> None:
         """Drop all messages: they concern an earlier program."""
-        self._queue = queue.SimpleQueue()
+        self._queue = SignalSafeQueue()

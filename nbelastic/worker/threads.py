@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TypeVar
+
+from nbelastic.system.signal_safe_queue import SignalSafeQueue
 
 T = TypeVar("T")
 
@@ -30,10 +32,10 @@ def result_of(task: Future[T], check: Callable[[], object], period: float) -> T:
 
     `concurrent.futures.wait` takes three times the CPU time, which counts when many workers wait on few processors.
     """
-    done: SimpleQueue[Future[T]] = SimpleQueue()
+    done: SignalSafeQueue[Future[T]] = SignalSafeQueue()
     task.add_done_callback(done.put)
     while True:
         try:
-            return done.get(timeout=period).result()
+            return done.get(period).result()
         except Empty:
             check()

@@ -175,9 +175,9 @@ def test_a_message_that_arrives_while_the_inbox_is_read_is_not_lost(session):
                 worker_messages.Leave(GENERATION),
             )
 
-        def get_nowait(self):
+        def get(self, timeout):
             try:
-                return self.inner.get_nowait()
+                return self.inner.get(timeout)
             except queue.Empty:
                 message, self.message = self.message, None
                 if message is not None:
