@@ -28,6 +28,7 @@ class _Node:
         """`shutdown`: seconds between SIGTERM and SIGKILL of its workers."""
         self.process, self.shutdown = process, shutdown
         self.kill_at = float("inf")
+        self.sigterm_due = False
 
 
 class Nodes:
@@ -79,18 +80,23 @@ class Nodes:
         if node is None:
             return
         if kill:
-            node.kill_at = 0.0
+            node.kill_at, node.sigterm_due = 0.0, False
         elif node.kill_at == float("inf"):
             node.kill_at = time.monotonic() + node.shutdown + KILL_AFTER
-            kill_group(node.process.pid or 0, signal.SIGTERM)
+            node.sigterm_due = not kill_group(node.process.pid or 0, signal.SIGTERM)
 
     def check(self, now: float) -> list[agent_messages.NodeExited]:
-        """Kill nodes that are stopped (SIGSTOP), or that have not ended in time. Returns the nodes that have ended."""
+        """Kill nodes that are stopped (SIGSTOP), or that have not ended in time. Returns the nodes that have ended.
+
+        Just after the fork a node has no process group: one that `stop` could not reach gets SIGTERM here.
+        """
         ended = [agent_messages.NodeExited(self._common["host"], number, 1) for number in self._refused]
         self.ended |= dict.fromkeys(self._refused, 1)
         self._refused.clear()
         for number, node in list(self._nodes.items()):
             pid = node.process.pid or 0
+            if node.sigterm_due:
+                node.sigterm_due = not kill_group(pid, signal.SIGTERM)
             if now >= node.kill_at or is_stopped(pid):
                 kill_with_children(pid)
             if node.process.exitcode is not None:

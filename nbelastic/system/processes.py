@@ -55,11 +55,16 @@ def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:
         os._exit(1)
 
 
-def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
-    """Signal the process group that `pid` leads, if it still exists. 0, the pid of an unknown process, signals none."""
+def kill_group(pid: int, sig: int = signal.SIGKILL) -> bool:
+    """Signal the process group that `pid` leads. 0, the pid of an unknown process, signals none.
+
+    Returns whether that was possible: the group may have ended, and a fork that has just begun leads none yet.
+    """
     if pid > 0:  # 0 means this process's own group
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, sig)
+            return True
+    return False
 
 
 def kill_with_children(pid: int) -> None:

@@ -247,7 +247,7 @@ def test_a_node_has_the_time_in_which_its_workers_may_save(monkeypatch):
     """`shutdown_timeout` is between SIGTERM and SIGKILL of a worker: the agent kills the node, and so its workers, only after that."""
     signals = []
     monkeypatch.setattr("nbelastic.agent.nodes.fork", lambda _: SimpleNamespace(pid=7, exitcode=None))
-    monkeypatch.setattr("nbelastic.agent.nodes.kill_group", lambda *call: signals.append(call))
+    monkeypatch.setattr("nbelastic.agent.nodes.kill_group", lambda *call: not signals.append(call))
     monkeypatch.setattr("nbelastic.agent.nodes.kill_with_children", lambda *call: signals.append(call))
     monkeypatch.setattr("nbelastic.agent.nodes.is_stopped", lambda _: False)
     nodes = Nodes(mp.get_context("forkserver"), {"host": "a"})
@@ -260,6 +260,27 @@ def test_a_node_has_the_time_in_which_its_workers_may_save(monkeypatch):
     assert signals == [(7, signal.SIGTERM)]
     nodes.check(now + 26.0)
     assert signals[1:] == [(7,)]
+
+
+def test_a_node_ends_that_had_to_as_it_began(monkeypatch):
+    """Just after its fork it has no process group that SIGTERM would reach: it gets the signal later, once, and has all its time."""
+    code = (
+        "import os, signal\n"
+        "input(); signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); os.setsid()\n"
+        "print('began', flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as process:
+        monkeypatch.setattr("nbelastic.agent.nodes.fork", lambda _: SimpleNamespace(pid=process.pid, exitcode=None))
+        nodes = Nodes(mp.get_context("forkserver"), {"host": "a"})
+        nodes.start(SimpleNamespace(number=5, script=Script("job-1", "train.py")), ("127.0.0.1", "lo"), "/logs")
+        nodes.stop(5, kill=False)
+        process.stdin.write(b"begin\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"began\n"
+        for _ in range(3):
+            assert nodes.check(time.monotonic()) == []
+        out, _ = process.communicate(b"end\n", timeout=60)
+    assert (out, process.returncode) == (b"asked\n", 0)
 
 
 @pytest.mark.parametrize("how", ["stop", "close"])
