@@ -35,6 +35,7 @@ from nbelastic.system.processes import disown
 
 NOT_ATTACHED = "it was not attached to"
 START_UNDONE = "the start is undone: no cluster runs."  # after Ctrl-C
+STILL_PAUSES = "no longer waiting; the training pauses at a commit, until %elastic_resume lets it go on."
 
 
 class DriverLink:
@@ -133,9 +134,11 @@ class DriverLink:
 
         try:
             answer = wait_for_result(future, timeout, lambda: f"{what}: {driver.status.reason}", pass_pieces)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             if isinstance(request, requests.ExecuteSetup):
                 future.cancel()
+            if isinstance(request, requests.Pause | requests.Step):
+                show_in_one_line(error, STILL_PAUSES)
             raise
         except DriverLostError:
             if not isinstance(request, requests.REPEATABLE):

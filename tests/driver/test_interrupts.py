@@ -35,6 +35,18 @@ def test_an_interrupted_stop_does_not_claim_that_the_job_goes_on(start_hostless,
     assert cluster.status().phase == "finished"
 
 
+@pytest.mark.parametrize("call", ["pause", "step"])
+def test_an_interrupted_pause_says_that_the_training_pauses(start_hostless, monkeypatch, call):
+    """Ctrl-C ends the wait only: the request is with the driver. The notebook says so, and how the training goes on."""
+    cluster = start_hostless()
+    monkeypatch.setattr(driver_link, "wait_for_result", raise_interrupt)
+    with pytest.raises(KeyboardInterrupt) as error:
+        getattr(cluster, call)()
+    assert shown(error) == [
+        "KeyboardInterrupt: no longer waiting; the training pauses at a commit, until %elastic_resume lets it go on."
+    ]
+
+
 def test_an_interrupted_start_leaves_nothing_that_could_go_on(clusters_folder, monkeypatch):
     """Ctrl-C while the driver's process starts undoes the start, and the notebook says so."""
     monkeypatch.setattr(driver_link, "start_driver_process", raise_interrupt)
