@@ -113,11 +113,16 @@ class State:
         """
         if not self._steps.commit_counts():
             return
-        self._steps.clear()
-        self.commits += 1
         self._tensors.keep = bool(self._steps.copying) or self._session is None
         self._tensors.in_background = self._steps.announces_changes
-        self._record_commit(counted=self._session is not None)
+        try:
+            self._record_commit(counted=self._session is not None)
+        except BaseException:  # a value cannot be recorded, or memory is short: copies and record are of two commits
+            self._tensors.keep = False
+            self._tensors.forget()
+            raise
+        self._steps.clear()
+        self.commits += 1
         if self._session is None:
             self._contents.committed(is_rank_0=True)
         else:
@@ -189,11 +194,10 @@ class State:
 
     def _set_aside(self) -> None:
         """At a commit: a new program takes over the values. Until that is kept, `_take_up` returns to this commit."""
-        kept = self._tensors.keep
         try:
             self._record_all()
-        except BaseException:  # there is not enough memory: this program goes on
-            self._tensors.keep = kept
+        except BaseException:  # there is not enough memory: this program goes on, and copies again at its next commit
+            self._tensors.keep = False
             raise
         self._steps.stop()
         self._aside = {name: self.__dict__[name] for name in SET_ASIDE}
@@ -252,14 +256,8 @@ class State:
             if self._contents.layout.changed():
                 self._survey()
             device, check = self._contents.device(), self._session.check
-            channel = Channel(
-                formation.root,
-                formation.receivers,
-                formation.rank,
-                formation.world_size,
-                device,
-                check=lambda: check(device),
-            )
+            ranks = formation.root, formation.receivers, formation.rank, formation.world_size
+            channel = Channel(*ranks, device, check=lambda: check(device))
             if channel.takes_part:
                 self._transfer(channel, formation)
         if self.commits == self._began_at:  # how the program commits is not known yet

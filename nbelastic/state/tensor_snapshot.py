@@ -130,11 +130,11 @@ class TensorSnapshot:
             kept[id(tensor)] = known._replace(version=version)
             if is_changed:
                 changed.append(kept[id(tensor)])
-        self._copies = kept  # first free the memory of the others
+        self._copies = {}  # first free the memory of those that are not kept; and if memory is short, none is up to date
         memory = allocate([(tensor, _place(tensor), pinned) for tensor, _, pinned in new])
         made = [Copy(live, copy, version, pinned) for (live, version, pinned), copy in zip(new, memory, strict=True)]
-        self._copies = {**kept, **{id(one.live): one for one in made}}
         self._copy_now_or_later(changed + made)
+        self._copies = {**kept, **{id(one.live): one for one in made}}
 
     def _copy_now_or_later(self, copies: list[Copy]) -> None:
         targets = [one.copy for one in copies]

@@ -12,7 +12,7 @@ from nbelastic import StateError, TorchState
 from nbelastic.state.tensor_snapshot import ALIGNMENT, allocate
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.process_group import collectives
-from tests.state.training import backward, copies, network, step, weights, wrapping
+from tests.state.training import backward, copies, network, no_memory, step, weights, wrapping
 
 
 def test_a_collective_between_step_and_commit_is_noticed(group, begun, capsys):
@@ -301,3 +301,48 @@ def test_data_that_is_not_plain_is_refused_at_once(begun, value):
     """Data that is not plain is refused when the elastic loop begins, not when a newcomer joins."""
     with pytest.raises(StateError, match="not plain data"):
         begun(TorchState(thing=value))
+
+
+@pytest.mark.parametrize("steps", [1, 2])  # per commit: with two of them it copies tensors
+def test_a_commit_that_cannot_record_a_value_is_none(group, begun, steps):
+    """The state is not the weights of one commit with the counters of another: it is of no commit until the next one."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer, loss=0.0))
+    for _ in range(steps):
+        step(model, optimizer)
+    state.commit()
+    for _ in range(steps):
+        step(model, optimizer)
+    state.loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(StateError, match="loss holds a tensor that autograd still needs"):
+        state.commit()
+    state.undo()
+    assert (state.commits, state.clean, state.loss) == (1, False, 0.0)
+    state.commit()
+    assert (state.commits, state.clean) == (2, True)
+
+
+def test_a_commit_without_memory_for_its_copies_is_none(group, begun, monkeypatch):
+    """Nothing is restored of the copies until the next commit has made all of them."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+
+    def two_steps():
+        step(model, optimizer)
+        step(model, optimizer)
+
+    two_steps()
+    state.commit()
+    two_steps()
+    state._tensors._copies.pop(id(model.weight))  # as on a GPU, whose first copy of a tensor is not used again
+    with monkeypatch.context() as patch:
+        patch.setattr("nbelastic.state.tensor_snapshot.allocate", no_memory)
+        with pytest.raises(RuntimeError, match="no memory"):
+            state.commit()
+    state.undo()
+    assert (state.commits, state.clean) == (1, False)
+    state.commit()
+    before = weights(model)
+    step(model, optimizer)
+    state.restore()
+    assert (state.commits, weights(model)) == (2, before)

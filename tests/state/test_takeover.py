@@ -13,6 +13,7 @@ import nbelastic as nbe
 from nbelastic.errors import StateError
 from nbelastic.state.takeover import initial_values, merged, take_over
 from nbelastic.state.user_words import UserWords, in_users_words
+from tests.state.training import no_memory
 
 
 def make(width=4, lr=0.1, steps=10, **values):
@@ -224,3 +225,21 @@ def test_a_program_that_fails_in_an_evaluation_leaves_the_old_one_in_train_mode(
     model.eval()
     state._take_up(session)
     assert [layer.training for layer in model.modules()] == [True, True, True]
+
+
+def test_a_program_without_memory_for_copies_goes_on_from_its_commit(begun, monkeypatch):
+    """A new program is refused as memory is short. The old one restores nothing of what was copied meanwhile."""
+    model = torch.nn.Linear(4, 4)
+    state = begun(nbe.TorchState(model=model, step=1))
+    state._tensors._copies.pop(id(model.weight))  # as on a GPU, whose first copy of a tensor is not used again
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nbelastic.state.tensor_snapshot.allocate", no_memory)
+        with pytest.raises(RuntimeError, match="no memory"):
+            state._set_aside()
+    assert state.clean
+    with torch.no_grad():
+        model.weight += 1
+        model.bias += 1
+    state.undo()
+    assert not state.clean
