@@ -41,7 +41,9 @@ def boot(settings: dict[str, Any]) -> None:
 
 def _leave(*_: object) -> None:
     """End at SIGTERM: there is nothing to clean up."""
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None:
-            stream.flush()
-    os._exit(0)
+    try:
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                stream.flush()
+    finally:  # a flush raises if the disk is full, or if the signal came while the stream was written to
+        os._exit(0)
