@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import Any
 
+from nbelastic.system import at_fork
 from nbelastic.system.processes import die_with_parent
 from nbelastic.worker.environment import log_to, set_interface
 
@@ -21,6 +22,7 @@ def boot(settings: dict[str, Any]) -> None:
     die_with_parent(parent=getattr(template, "PID", 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
+    at_fork.register(_end_at_once)
     mp.set_start_method(None, force=True)  # not the inherited fork server: data loaders start as usual
     if settings["gpu"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings["gpu"]  # before anything looks for GPUs, so that it is `cuda:0`
@@ -47,3 +49,9 @@ def _leave(*_: object) -> None:
                 stream.flush()
     finally:  # a flush raises if the disk is full, or if the signal came while the stream was written to
         os._exit(0)
+
+
+def _end_at_once() -> None:
+    """In a process that the program forks: SIGTERM ends it also while it hangs in C, as `Process.terminate()` promises."""
+    if signal.getsignal(signal.SIGTERM) is _leave:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

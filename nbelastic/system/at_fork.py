@@ -1,4 +1,4 @@
-"""Functions that a forked child calls, to close descriptors: `multiprocessing` forks a kernel with all its descriptors."""
+"""Functions that a forked child calls, mostly to close descriptors: `multiprocessing` forks a kernel with all its descriptors."""
 
 from __future__ import annotations
 

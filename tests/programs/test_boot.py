@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -35,3 +36,30 @@ def test_a_worker_ends_at_sigterm_though_its_disk_is_full(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+FORKS = """
+import ctypes, os, signal
+from nbelastic.programs import boot
+from nbelastic.system import at_fork
+
+signal.signal(signal.SIGTERM, boot._leave)
+at_fork.register(boot._end_at_once)
+ready, say = os.pipe()
+child = os.fork()
+signal.alarm(20)
+if child == 0:
+    lock, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(lock)
+    os.write(say, b"hangs")
+    libc.pthread_mutex_lock(lock)
+os.read(ready, 5)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.getsignal(signal.SIGTERM) is boot._leave)
+"""
+
+
+def test_a_process_that_a_program_forks_ends_at_sigterm():
+    """A process of a pool hangs in C, as after a fork beside threads. `terminate()` ends it, and the program goes on."""
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
+    assert ended.stdout == "-15 True\n"
