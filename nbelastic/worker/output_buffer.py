@@ -31,23 +31,35 @@ class OutputStream(io.TextIOBase):
         if not isinstance(text, str):  # who takes it joins it with other text, in another thread
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         self._write_to(text)
-        with self._without_disk_errors():  # the client sees the text all the same
-            self._file.write(text)
+        with self._log_file() as file:
+            file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._without_disk_errors():
-            self._file.flush()
+        with self._log_file() as file:
+            file.flush()
 
     @contextlib.contextmanager
-    def _without_disk_errors(self) -> Iterator[None]:
-        """Drop the text that a full disk did not take: else Python writes it again, and reports that, when it ends."""
+    def _log_file(self) -> Iterator[TextIO]:
+        """The file, whose own errors are dropped: the client sees the text all the same."""
+        file = self._file
         try:
-            yield
-        except OSError:
+            yield file
+        except OSError as error:
+            if error.errno is None:  # of a signal handler, which may raise a TimeoutError here
+                raise
+            if (
+                file is self._file
+            ):  # else the disk is full, and Python would write the text again, and report that, when it ends
+                self._file = self._open()
             with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = self._open()
+                file.close()
+        except ValueError:
+            if not file.closed:  # by another thread, as the disk is full
+                raise
+        except RuntimeError as error:
+            if "reentrant call" not in str(error):  # a signal handler prints while the program prints
+                raise
 
     def writable(self) -> bool:
         return True

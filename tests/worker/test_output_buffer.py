@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from functools import partial
@@ -115,3 +117,71 @@ def test_a_progress_bars_newest_frame_is_sent():
     printed.write("err", "\r100 %\ndone\n")
     (piece,) = printed.take()
     assert (piece.text, piece.end) == ("\r100 %\ndone\n", 17)
+
+
+@pytest.fixture
+def interrupted(request):
+    """`interrupted(handler)`: a stream whose log takes no more text until a signal has called the handler."""
+    reader, writer = os.pipe()
+    printed = OutputBuffer()
+    stream = OutputStream(partial(printed.write, "out"), writer)
+
+    def begin(handler):
+        def handle(*_):
+            threading.Thread(target=drain, args=(reader,)).start()
+            handler(stream)
+
+        before = signal.signal(signal.SIGALRM, handle)
+        request.addfinalizer(lambda: signal.signal(signal.SIGALRM, before))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return stream, printed
+
+    yield begin
+    stream._file.close()
+    os.close(writer)  # which ends the thread
+
+
+def drain(reader):
+    with open(reader, "rb") as pipe:
+        pipe.read()
+
+
+def test_a_signal_handler_may_print_while_the_program_prints(interrupted):
+    """Such as one that shows the memory in use every minute. Both texts are sent."""
+    stream, printed = interrupted(lambda stream: stream.write("in use: 3 GB\n"))
+    stream.write("x" * MAX_TEXT * 2 + "\n")
+    (piece,) = printed.take()
+    assert piece.text.endswith("x\nin use: 3 GB\n")
+
+
+def test_a_time_limit_of_the_program_ends_a_print(interrupted):
+    """`TimeoutError` is an OSError, but not one of the log's disk."""
+
+    def raise_error(_):
+        raise TimeoutError("overdue")
+
+    stream, _ = interrupted(raise_error)
+    with pytest.raises(TimeoutError, match="overdue"):
+        stream.write("x" * MAX_TEXT * 2 + "\n")
+
+
+def test_threads_print_while_the_disk_is_full():
+    """One gives up the file at the moment when another one prints: neither gets an error."""
+    printed = OutputBuffer()
+
+    class Stream(OutputStream):
+        meets = False
+
+        def _open(self):
+            if self.meets:
+                self.meets = False
+                self.write("of another thread\n")
+            return super()._open()
+
+    with open("/dev/full", "w") as full:
+        stream = Stream(partial(printed.write, "out"), full.fileno())
+        stream.meets = True
+        stream.write("one\n")
+        stream.write("two\n")
+        stream._file.close()
+    assert [piece.text for piece in printed.take()] == ["one\nof another thread\ntwo\n"]
