@@ -14,12 +14,12 @@ class CellInterrupts:
 
     def __init__(self) -> None:
         self._running = 0  # number of the cell that runs; 0: none
-        self._requested = False  # by another thread, not by the time limit
+        self._requested = 0  # number of the cell that another thread has interrupted last
 
     def interrupt(self, number: int) -> None:
         """In any thread: interrupt this cell, if it runs."""
         if number == self._running:
-            self._requested = True
+            self._requested = number
             alarms.interrupt_main_thread()
 
     @contextlib.contextmanager
@@ -27,12 +27,15 @@ class CellInterrupts:
         """Cell `number` runs: on an interrupt, or after `limit` seconds, call `end(requested)` once in the main thread."""
 
         def on_interrupt(_: FrameType | None) -> None:
-            if self._running:  # else the interrupt has come late, and must not end the program
+            requested = self._requested == number
+            if self._running and (
+                requested or limit
+            ):  # else it has come late, and must end neither program nor next cell
                 self._running = 0
-                end(self._requested)
+                end(requested)
 
         with alarms.handling(on_interrupt):
-            self._running, self._requested = number, False
+            self._running = number
             try:
                 alarms.interrupt_after(limit)
                 yield

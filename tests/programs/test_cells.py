@@ -17,6 +17,7 @@ from nbelastic.protocol import cell_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.sockets import MAX_MESSAGE
+from nbelastic.worker import alarms
 from nbelastic.worker.output_buffer import OutputStream
 
 W = WorkerId("a", 0, 1)
@@ -31,8 +32,8 @@ def run(monkeypatch):
 
     interrupts = CellInterrupts()
 
-    def cell(source: str, put=lambda *_: None) -> cell_messages.CellResult:
-        return asyncio.run(cells.run(W, cell_messages.Cell(3, source), put, interrupts))
+    def cell(source: str, put=lambda *_: None, number=3) -> cell_messages.CellResult:
+        return asyncio.run(cells.run(W, cell_messages.Cell(number, source), put, interrupts))
 
     cell.interrupts = interrupts
 
@@ -133,6 +134,15 @@ def test_an_interrupt_ends_the_cell_and_nothing_else(run, wait):
     result = run(f"x = 5\nprint('begun')\n{wait}", interrupt_when_begun)
     assert result.error.partition(":")[0] in ("KeyboardInterrupt", "CancelledError")
     assert run("print(x)").stdout == "5\n"
+
+
+def test_an_interrupt_that_comes_late_does_not_end_the_next_cell(run, monkeypatch):
+    """The cell ends while another thread is about to interrupt it."""
+    late = alarms.interrupt_main_thread
+    monkeypatch.setattr(alarms, "interrupt_main_thread", lambda: None)
+    run("print('begun')", lambda number, *_: run.interrupts.interrupt(number))
+    result = run("print('begun')", lambda _number, _kind, text: text == "begun" and late(), number=4)
+    assert (result.stdout, result.error) == ("begun\n", "")
 
 
 def test_a_full_disk_keeps_no_answer_back(run, monkeypatch):
