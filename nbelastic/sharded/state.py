@@ -339,9 +339,9 @@ class ShardedState(State):
         bound, layout = self._bound, self._layout
         assert bound is not None
         assert layout is not None
+        record = present_record(self._contents.small(), bound, self._program) | {"random": rng.get_states()}
         bound.committed()
-        self._live_commit = Commit(layout.generation, self.commits)
-        self._live_record = present_record(self._contents.small(), bound, self._program) | {"random": rng.get_states()}
+        self._live_commit, self._live_record = Commit(layout.generation, self.commits), record
 
     def _snapshot(self) -> Snapshot:
         """The state as it is now."""

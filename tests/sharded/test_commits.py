@@ -54,6 +54,19 @@ def test_a_commit_counts_while_used_gradients_are_there(monkeypatch):
         assert (state.commits, state._live_record["small"]) == (2, {"done": 1})
 
 
+def test_a_commit_that_cannot_record_a_value_is_none(monkeypatch):
+    """No rank may go on from the weights of one commit with the counters of another."""
+    with bound(monkeypatch, loss=0.0) as state:
+        backward(state)
+        state.optimizer.step()
+        state.loss = state.model(torch.ones(2, 4)).sum()
+        with pytest.raises(StateError, match="loss holds a tensor that autograd still needs"):
+            state.commit()
+        assert not state.clean
+        state.generation_ended(aborted=True)
+        assert [held.commit.number for held in state._holdings.shards] == []
+
+
 def test_a_commit_waits_for_the_step_while_any_rank_accumulates(monkeypatch):
     """Recovery cannot return to half of a sum. All ranks skip the commit, so that their counts stay equal."""
     with bound(monkeypatch) as state:
