@@ -6,8 +6,11 @@ import asyncio
 import faulthandler
 import multiprocessing as mp
 import os
+import selectors
 import signal
 import sys
+import traceback
+from collections.abc import Coroutine
 from typing import Any
 
 from nbelastic.system import at_fork
@@ -38,7 +41,24 @@ def boot(settings: dict[str, Any]) -> None:
     start(session)
     session.warm_up.start()
     make_shell(settings["profile"])
-    asyncio.run(serve(session, settings["profile"], settings["tunnel"]))
+    run_until_done(serve(session, settings["profile"], settings["tunnel"]))
+
+
+def run_until_done(serving: Coroutine[Any, Any, None]) -> None:
+    """Run it in an event loop, which goes on if a signal handler raises while it waits: that of an ended program's alarm."""
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(serving)
+        while not task.done():
+            try:
+                loop.run_until_complete(task)
+            except Exception as error:
+                raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+                if (
+                    task.done() or raised_in == selectors.__file__
+                ):  # an error of the loop itself would come again at once
+                    raise
+                traceback.print_exc()
 
 
 def _leave(*_: object) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -63,3 +65,33 @@ def test_a_process_that_a_program_forks_ends_at_sigterm():
     """A process of a pool hangs in C, as after a fork beside threads. `terminate()` ends it, and the program goes on."""
     ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
     assert ended.stdout == "-15 True\n"
+
+
+def test_a_signal_handler_that_raises_between_programs_does_not_end_the_worker(capsys):
+    """A program has ended and left an alarm, or a data loader's process that is killed now. The worker takes the next program."""
+
+    def overdue(*_):
+        raise TimeoutError("a step takes too long")
+
+    async def serve():
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        await asyncio.sleep(0.2)
+        print("the next program")
+
+    before = signal.signal(signal.SIGUSR1, overdue)
+    try:
+        boot.run_until_done(serve())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    out, err = capsys.readouterr()
+    assert (out, err.count("TimeoutError: a step takes too long")) == ("the next program\n", 1)
+
+
+def test_a_fault_of_the_worker_itself_ends_it():
+    """The agent starts another one."""
+
+    async def fail():
+        raise OSError("broken")
+
+    with pytest.raises(OSError, match="broken"):
+        boot.run_until_done(fail())
