@@ -38,6 +38,7 @@ def boot(settings: dict[str, Any]) -> None:
     from nbelastic.worker.session import Session, start
 
     session = Session({**settings, "refused": getattr(template, "REFUSED", "")})
+    at_fork.register(session.output.discard)
     start(session)
     session.warm_up.start()
     make_shell(settings["profile"])

@@ -130,6 +130,11 @@ class OutputBuffer:
             if repeat and stream.tail:
                 yield Piece(stream.job, stream.rank, name, stream.tail, stream.end)
 
+    def discard(self) -> None:
+        """Keep no text from now on, in a process that the program has forked: nothing is sent from there."""
+        for stream in self._streams.values():
+            stream.parts = deque(maxlen=0)
+
     def hold(self) -> None:
         """No driver takes the output: keep only its end, and send that again with the next `take`."""
         for stream in self._streams.values():

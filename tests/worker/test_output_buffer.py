@@ -119,6 +119,19 @@ def test_a_progress_bars_newest_frame_is_sent():
     assert (piece.text, piece.end) == ("\r100 %\ndone\n", 17)
 
 
+def test_what_a_forked_process_prints_takes_no_memory(tmp_path):
+    """A data loader's process prints a line per sample, for days. The log has the lines; nothing takes them to be sent."""
+    printed = OutputBuffer()
+    printed.write("out", "of the worker, before the fork\n")
+    printed.discard()
+    with (tmp_path / "log").open("w") as log:
+        stream = OutputStream(partial(printed.write, "out"), log.fileno())
+        for _ in range(100):
+            stream.write("odd sample\n")
+    assert (tmp_path / "log").read_text().count("odd sample\n") == 100
+    assert not printed._streams["out"].parts
+
+
 @pytest.fixture
 def interrupted(request):
     """`interrupted(handler)`: a stream whose log takes no more text until a signal has called the handler."""
