@@ -195,8 +195,9 @@ class LinkThread:
                 task = partial(holder.write_kept_state, folder) if keep and holder is not None else None
                 self.hang.answer(task, self._protocol.job, time.monotonic())
             case cell_messages.InterruptCell(number=number):
-                if self.holder is not None:
-                    self.holder.commit_cells.interrupt(number)
+                holder = self.holder  # read once: the main thread may remove it
+                if holder is not None:
+                    holder.commit_cells.interrupt(number)
                 if self.run is not None:
                     self.run(message)
             case worker_messages.AllowPeers(addresses=addresses):

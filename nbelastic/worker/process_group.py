@@ -380,7 +380,8 @@ def collectives() -> int:
 
 def world_collectives() -> int:
     """The operations of the default group, in which every rank takes part: a rank with fewer than another is behind it."""
-    return _sequence_number(dist.group.WORLD) if dist.group.WORLD is not None else 0
+    world = dist.group.WORLD  # read once: the main thread may leave it while the link's thread asks
+    return _sequence_number(world) if world is not None else 0
 
 
 def _sequence_number(group: Any) -> int:

@@ -12,10 +12,12 @@ import msgspec
 import pytest
 import torch
 
+from nbelastic.protocol import cell_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
 from nbelastic.transport.delivery import WINDOW
+from nbelastic.worker import process_group
 from nbelastic.worker.interrupts import WorldAborted, WorldLeft
+from nbelastic.worker.link_thread import LinkThread
 from nbelastic.worker.output_buffer import MAX_TEXT
 from nbelastic.worker.process_group import Group
 from nbelastic.worker.protocol import EndProcess
@@ -241,3 +243,33 @@ def test_a_worker_that_was_stopped_waits_for_what_was_sent_meanwhile(session, mo
     session._link_thread.tick()
     session._link_thread.tick()
     assert not [action for action in done if isinstance(action, EndProcess)]
+
+
+def test_the_main_thread_ends_its_world_while_the_driver_asks(session, monkeypatch):
+    """The link's thread still passes on the interrupt of a cell, and answers where the worker is."""
+    worlds, holders = (
+        iter([SimpleNamespace(_device_types=()), None]),
+        iter([SimpleNamespace(commit_cells=Cells()), None]),
+    )
+    monkeypatch.setattr(LinkThread, "holder", property(lambda _: next(holders)), raising=False)
+    monkeypatch.setattr(process_group.dist, "group", Worlds(worlds))
+    passed = []
+    session._link_thread.run = passed.append
+    session._link_thread.receive(cell_messages.InterruptCell(3))
+    session._link_thread.receive(worker_messages.QueryPosition(GENERATION))
+    assert passed == [cell_messages.InterruptCell(3)]
+    assert [type(message) for message in sent(session)] == [ev.PositionReported]
+
+
+class Cells:
+    def interrupt(self, number):
+        """No cell runs at a commit."""
+
+
+class Worlds:
+    def __init__(self, worlds):
+        self._worlds = worlds
+
+    @property
+    def WORLD(self):
+        return next(self._worlds)
