@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import io
 import json
@@ -36,6 +37,7 @@ WORKER_VARIABLES = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
 )
 INTERRUPTED = 130
+_IONBF = 2  # of C's `setvbuf`: no buffer
 
 
 def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments: str) -> None:
@@ -157,6 +159,8 @@ def _reset_process(variables: tuple[str, ...]) -> None:
     mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IONBF, 0)  # also what libraries in C print
 
 
 def use_threads() -> None:

@@ -109,3 +109,12 @@ def test_an_exit_code_is_in_the_error_file(run, tmp_path, monkeypatch, end, code
         failure = ProcessFailure(0, 1, code, str(tmp_path / "error.json"))
         assert failure.message == error
         assert abs(failure.timestamp - time.time()) < 60
+
+
+def test_what_c_code_prints(run, tmp_path, monkeypatch):
+    """`printf` of an extension is in the output at once, as with `python -u`, and so is not lost when the script is killed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    printing = "libc.printf(b'from C, ')", "print(open('out').read(), file=sys.stderr)", "libc.printf(b'the end')"
+    out = "os.dup2(os.open('out', os.O_WRONLY | os.O_CREAT, 0o600), 1)"
+    assert run("import ctypes, os, sys", "libc = ctypes.CDLL(None)", out, *printing) == "from C, \n"
+    assert (tmp_path / "out").read_text() == "from C, the end"
