@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from nbelastic.system import at_fork
-from nbelastic.system.processes import die_with_parent
+from nbelastic.system.processes import die_with_parent, reseed
 from nbelastic.worker.environment import log_to, set_interface
 
 
@@ -26,6 +26,7 @@ def boot(settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     at_fork.register(_end_at_once)
+    reseed()
     mp.set_start_method(None, force=True)  # not the inherited fork server: data loaders start as usual
     if settings["gpu"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings["gpu"]  # before anything looks for GPUs, so that it is `cuda:0`

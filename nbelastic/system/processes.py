@@ -1,4 +1,4 @@
-"""Processes of this machine: their state, children, groups, output, and the death of their parent."""
+"""Processes of this machine: their state, children, groups, output, random numbers, and the death of their parent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,13 @@ def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
     if parent and os.getppid() != parent:
         os._exit(1)
+
+
+def reseed() -> None:
+    """Give a fork random numbers of its own: it has NumPy's generator from its parent. Python's own seeds itself after a fork."""
+    generator = sys.modules.get("numpy.random")
+    if generator is not None:
+        generator.seed()
 
 
 def kill_group(pid: int, sig: int = signal.SIGKILL) -> bool:

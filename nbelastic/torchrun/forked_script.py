@@ -25,7 +25,7 @@ from multiprocessing import connection
 from typing import Any
 
 from nbelastic.protocol.exit_codes import exit_text
-from nbelastic.system.processes import kill_group
+from nbelastic.system.processes import kill_group, reseed
 from nbelastic.torchrun.tracebacks import user_frames, user_traceback
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -144,13 +144,14 @@ def _end_with_agent() -> None:
 
 
 def _reset_process(variables: tuple[str, ...]) -> None:
-    """Undo what the template has set for itself and for engines: signals, environment, exit handlers, start method, streams."""
+    """Undo what the template has set: signals, environment, random numbers, exit handlers, start method, streams."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     for name in set(os.environ) - set(variables) - set(WORKER_VARIABLES):
         if not name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     use_threads()
+    reseed()
     _drop_exit_handlers()
     sys.excepthook = sys.__excepthook__
     process: Any = mp.current_process()  # some scripts set up logging, for example, in the main process only

@@ -14,8 +14,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from nbelastic.torchrun.forked_script import use_threads
 
 FORK = """
-import multiprocessing as mp, os, sys
+import multiprocessing as mp, numpy, os, sys
 from nbelastic.torchrun.forked_script import run_script
+numpy.random.seed(1)
 fork = mp.get_context("fork").Process(target=run_script, args=(sys.argv[1], False, tuple(os.environ)))
 fork.start()
 fork.join()
@@ -118,3 +119,10 @@ def test_what_c_code_prints(run, tmp_path, monkeypatch):
     out = "os.dup2(os.open('out', os.O_WRONLY | os.O_CREAT, 0o600), 1)"
     assert run("import ctypes, os, sys", "libc = ctypes.CDLL(None)", out, *printing) == "from C, \n"
     assert (tmp_path / "out").read_text() == "from C, the end"
+
+
+def test_each_script_has_random_numbers_of_its_own(run):
+    """A rank that sets no seed draws other numbers than the others on its host, and than before a restart, as in new interpreters."""
+    draw = "import numpy, random, sys", "print(numpy.random.rand(), random.random(), file=sys.stderr)"
+    draws = [number for _ in range(2) for number in run(*draw).split()]
+    assert len(set(draws)) == 4
