@@ -47,7 +47,7 @@ class SavedAgent(msgspec.Struct, frozen=True):
 class SavedJob(msgspec.Struct, frozen=True):
     """The newest job: a program, or a script.
 
-    Of a script: the number of its last round, the number of each host's node, and how it ended (`over`). The next driver
+    Of a script: the number of its last round, the number of each host's node in it, and how it ended (`over`). The next driver
     starts its workers again. `external`: the external nodes of that round, with the identities of those on this machine.
     """
 

@@ -147,8 +147,7 @@ class Scripts:
         if message.host in self._cluster().ending_nodes and message.host not in self._node_numbers:
             self._decide(sev.NodeLeft(message.host, "the node of the previous driver has ended"))
         elif self._node_numbers.get(message.host) == message.number:
-            self._server.forget(f"node/{message.host}~{message.number}")
-            del self._node_numbers[message.host]
+            self._forget_node(message.host)
             why = f"its node ended ({exit_text(message.code)})"
             if message.code not in (0, UNSUCCESSFUL_NODE):
                 why += f"; {message.host}-elastic.log in the job's logs says more"
@@ -180,11 +179,11 @@ class Scripts:
         """Carry out a command of the core."""
         match command:
             case scmd.StartNode(host=host):
+                self._forget_node(host)
                 self._started_nodes += 1
                 self._node_numbers[host] = self._started_nodes
                 log_dir = str(self._settings.log_dir / self._script.job)
                 self._agents.send(host, agent_messages.StartNode(self._started_nodes, log_dir, self._script))
-                self._snapshot_writer.update_job(nodes=dict(self._node_numbers))
             case scmd.EndNode(host=host, reason=reason, error=error):
                 self._send(host, node_messages.EndNode(reason, error))
                 if error and host in self._node_numbers:
@@ -214,11 +213,14 @@ class Scripts:
             )
             self._rounds[assignment.host] = message
             self._send(assignment.host, message)
-        nodes = self._cluster().external_nodes
+        for host in [host for host in self._node_numbers if not self._agents.has_agent(host)]:
+            self._forget_node(host)
+        nodes = {host: self._node_numbers[host] for host in self._rounds if host in self._node_numbers}
+        others = self._cluster().external_nodes
         external = {
-            host: identity(nodes[host].pid) if nodes[host].is_local else "" for host in self._rounds if host in nodes
+            host: identity(others[host].pid) if others[host].is_local else "" for host in self._rounds if host in others
         }
-        self._snapshot_writer.update_job(round=command.round, external=external)
+        self._snapshot_writer.update_job(round=command.round, nodes=nodes, external=external)
 
     def _end_script(self, command: scmd.EndScript) -> None:
         run = self._run
@@ -232,6 +234,12 @@ class Scripts:
         run.end(end)
         self._snapshot_writer.update_job(over=end)
         self._rounds = {}
+
+    def _forget_node(self, host: str) -> None:
+        """The host's node has ended, or was lost with its agent."""
+        number = self._node_numbers.pop(host, None)
+        if number is not None:
+            self._server.forget(f"node/{host}~{number}")
 
     def _send(self, host: str, message: messages.Message) -> None:
         peer = self._peer(host)

@@ -11,9 +11,35 @@ from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.job_run import JobRun
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.agent_messages import AgentHello, NodeExited, Script, StartNode, StopNode
-from tests.driver.fakes import DriverWithFakes, run_story
+from nbelastic.protocol.node_messages import LeaveRound
+from tests.driver.fakes import DriverWithFakes, FakeAgent, run_story
 
 SCRIPT = Script("job-1", "/train.py"), sev.Terms()
+
+
+class NodeAgent(FakeAgent):
+    """An agent whose nodes wait for each round, and run it."""
+
+    def receive(self, message):
+        if isinstance(message, StartNode):
+            host = self.spec.name
+            self._fakes.deliver(
+                f"node/{host}~{message.number}", sev.NodeReady(host, 0, f"127.0.0.1:{message.number}", "default")
+            )
+        super().receive(message)
+
+
+class NodesFakes(DriverWithFakes):
+    """Its nodes only send that they are ready."""
+
+    agent = NodeAgent
+
+    def arrive(self, peer, message):
+        if isinstance(message, LeaveRound):
+            host, _, number = peer.removeprefix("node/").partition("~")
+            self.deliver(peer, sev.NodeReady(host, message.round, f"127.0.0.1:{number}", "default"))
+        elif not peer.startswith("node/"):
+            super().arrive(peer, message)
 
 
 def sent(fakes: DriverWithFakes, kind: type) -> list[tuple[str, int]]:
@@ -55,5 +81,24 @@ def test_no_number_of_a_node_is_used_twice(tmp_path):
             fakes.driver.jobs.submit(JobRun("job-2", None), SavedJob("job-2", script=SCRIPT))
             await fakes.settle()
             assert [number for _, number in sent(fakes, StartNode)] == [3]
+
+    run_story(story)
+
+
+def test_a_host_that_was_lost_has_no_node(tmp_path):
+    """The others went on without it. If all of them end well while there is no driver, the next one does not run the script again."""
+
+    async def story() -> None:
+        async with NodesFakes(tmp_path, "a:1,b:1,c:1", min=1) as fakes:
+            await fakes.advance_time(2.0)
+            fakes.driver.jobs.submit(JobRun("job-1", None), SavedJob("job-1", script=SCRIPT))
+            await fakes.advance_time(2.0)
+            saved = fakes.driver._snapshot_writer
+            assert saved.job.nodes == {"a": 1, "b": 2, "c": 3}
+            fakes.silent.add("c")
+            await fakes.advance_time(30.0)
+            assert saved.job.round == 2
+            assert saved.job.nodes == {"a": 1, "b": 2}
+            assert "node/c~3" not in fakes.server.heard_at
 
     run_story(story)
