@@ -88,7 +88,7 @@ class Agents:
         for handle in self._handles.values():
             self._note_end(handle)
             handle.kill()
-        if (record := self._unanswered.record()) is not None:
+        if (record := self._unanswered.record(self._clock.now())) is not None:
             self._record(record)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._running:
@@ -390,4 +390,4 @@ class Agents:
         if lives_on and not self._settings.makes_pods and (heard_at or handle.is_adopted):
             answered = seen or (handle.is_ending and self._server.has_acknowledged(handle.peer))
             silence = self._clock.silence(heard_at) if heard_at else math.inf
-            self._unanswered.note_end(handle.host, 0.0 if answered else silence)
+            self._unanswered.note_end(handle.host, 0.0 if answered else silence, self._clock.now())

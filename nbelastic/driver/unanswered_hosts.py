@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from nbelastic.core import commands as cmd
+from nbelastic.protocol.timeouts import LAST_CHECKPOINT
 from nbelastic.transport.sockets import RETRANSMIT
 
 MINUTE = 60.0  # seconds
@@ -15,21 +16,25 @@ class UnansweredHosts:
 
     def __init__(self, lease: float, heartbeat: float) -> None:
         self._lease, self._silent = lease, RETRANSMIT * heartbeat
-        self._hosts: set[str] = set()
+        self._hosts: dict[str, float] = {}  # when each was given up
 
-    def note_end(self, host: str, silence: float) -> None:
+    def note_end(self, host: str, silence: float, now: float) -> None:
         """The driver gives up this host's agent, or has seen it end. `silence`: seconds since its last message."""
+        self._hosts.pop(host, None)  # the agent has also ended earlier ones of its host
         if silence > self._silent:
-            self._hosts.add(host)
-        else:  # it has also ended earlier agents of its host
-            self._hosts.discard(host)
+            self._hosts = {**self._alive(now), host: now}
 
-    def record(self) -> cmd.Record | None:
+    def _alive(self, now: float) -> dict[str, float]:
+        """The hosts whose agents may still run: the others have ended after their lease."""
+        return {host: at for host, at in self._hosts.items() if now - at <= self._lease + LAST_CHECKPOINT}
+
+    def record(self, now: float) -> cmd.Record | None:
         """What to say of them at the stop; None: all have answered."""
-        if not self._hosts:
+        hosts = self._alive(now)
+        if not hosts:
             return None
         minutes = math.ceil(self._lease / MINUTE)
         lease = f"{minutes} minutes" if minutes > 2 else f"{math.ceil(self._lease)} s"
-        names = ", ".join(sorted(self._hosts))
+        names = ", ".join(sorted(hosts))
         text = f"{names} did not answer the stop: an agent that still runs there ends by itself within {lease}"
         return cmd.Record("hosts-unanswered", text)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from nbelastic.driver.driver_snapshot import SavedAgent
 from nbelastic.driver.unanswered_hosts import UnansweredHosts
 from nbelastic.protocol import agent_messages
+from nbelastic.protocol import events as ev
 from tests.driver.fakes import DriverWithFakes, FakeAgent, run_story
 from tests.driver.test_snapshot import example
 
@@ -42,14 +43,30 @@ def test_the_stop_names_hosts_that_do_not_answer(tmp_path, cut):
     run_story(story)
 
 
+def test_a_host_that_was_lost_long_ago_is_not_named(tmp_path):
+    """Its agent has ended by itself. In a training of days, each spot instance that was lost would be named."""
+
+    async def story():
+        async with ElsewhereFakes(tmp_path, "a:1,b:1,c:1", min=1) as fakes:
+            await fakes.advance_time(1.0)
+            for lost in "b", "c":
+                fakes.silent.add(lost)
+                await fakes.advance_time(30.0)
+                fakes.driver.post(ev.HostRemoved(lost, now=True))
+                await fakes.advance_time(600.0)
+        assert [text.partition(" did not answer")[0] for text in unanswered(fakes)] == ["c"]
+
+    run_story(story)
+
+
 @pytest.mark.parametrize(
     ("lease", "text"), [(60.0, "60 s"), (85.0, "85 s"), (200.0, "4 minutes"), (900.0, "15 minutes")]
 )
 def test_an_agent_does_not_outlive_the_time_that_is_named(lease, text):
     """The time is rounded up."""
     hosts = UnansweredHosts(lease, heartbeat=1.0)
-    hosts.note_end("gpu1", math.inf)
-    assert hosts.record().text.endswith(f" ends by itself within {text}")
+    hosts.note_end("gpu1", math.inf, now=0.0)
+    assert hosts.record(now=0.0).text.endswith(f" ends by itself within {text}")
 
 
 def test_a_host_that_has_not_reported_to_the_next_driver_is_named(tmp_path):
