@@ -136,10 +136,7 @@ class Driver:
             raise
         finally:
             goes_on = self._snapshot_writer.has_snapshot and self._failure is not None
-            if goes_on:
-                self._run_folder.release(keep_folder=True)
-            else:
-                self._run_folder.release()
+            self._run_folder.release(keep_folder=goes_on)
             self._clients.disconnect_all(None if goes_on else self.why_ended)
 
     async def _main(self, ready: Callable[[], object]) -> None:
@@ -329,6 +326,8 @@ class Driver:
     def _on_message(self, peer: str, message: messages.Message | ev.Event) -> None:
         try:
             self._components.received_messages.handle(peer, message)
+        except OSError as error:  # as of a full disk: the same for all workers
+            self.internal_errors.report(f"{type(message).__name__} cannot be saved", error)
         except Exception as error:  # noqa: BLE001  (a bug of ours: other messages must be handled)
             self.internal_errors.report(f"{type(message).__name__} of {peer}", error)
 

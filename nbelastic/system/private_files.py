@@ -25,7 +25,10 @@ def replace_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     Several processes may do so at once. A process that has mapped the old file keeps it. OSError, for example if the disk is
     full; then the old file remains.
     """
-    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+    try:
+        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+    except OSError as error:  # it names the new file, by another name each time
+        raise OSError(error.errno, error.strerror, str(path)) from None
     new = Path(name)
     try:
         with os.fdopen(fd, "wb") as file:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import tempfile
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -15,18 +19,18 @@ from nbelastic.core import script_rounds
 from nbelastic.core.script_rounds import advance
 from nbelastic.core.state import Stage
 from nbelastic.core.step import step
-from nbelastic.driver import decisions
+from nbelastic.driver import decisions, snapshot_writer
 from nbelastic.driver.command_executor import CommandExecutor
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.snapshot_writer import SnapshotWriter
-from nbelastic.protocol import agent_messages, worker_messages
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import NodeReady, Terms
 from nbelastic.system import fault_handling
 from tests.core.story import wid
-from tests.driver.fakes import DriverWithFakes, run_story
+from tests.driver.fakes import DriverWithFakes, run_story, training
 from tests.driver.hostless_cluster import NoHosts
 from tests.support.processes import run_folder
 from tests.support.waiting import until
@@ -257,6 +261,36 @@ def test_a_cluster_that_cannot_be_saved_continues(start_hostless, monkeypatch):
         assert cluster.status().min == 2
     (text,) = [event.text for event in cluster.events if event.kind == "driver-error"]
     assert text == "the cluster cannot be saved for another driver: KeyError: 'keys'"
+
+
+def test_a_disk_that_cannot_be_written_is_reported_once(tmp_path, monkeypatch):
+    """Each file that cannot be written is one event, however many workers report. So other errors are still reported afterwards."""
+
+    def no_file(path="", **name):
+        path = path or f"{name['dir']}/{time.monotonic_ns()}"  # as tempfile does
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    async def story():
+        async with training(tmp_path, "a:4", min=1) as fakes:
+            fakes.train(1)
+            await fakes.settle()
+            monkeypatch.setattr(tempfile, "mkstemp", no_file)
+            monkeypatch.setattr(snapshot_writer, "append_private", no_file)
+            for _ in range(3):
+                for w, worker in fakes.workers.items():
+                    await fakes.advance_time(2.0)
+                    worker.train(1)
+                    worker.send(messages.WorkerOutput(w, "out", "step", 4, job="job-1"))
+            fakes.driver.post(ev.Scaled(2, 3))
+            await fakes.settle()
+            texts = [record.text for record in fakes.driver.event_log.kept()[0] if record.kind == "driver-error"]
+            assert [text.partition(":")[0] for text in texts] == [
+                "WorkerProgress cannot be saved",
+                "WorkerOutput cannot be saved",
+                "the cluster cannot be saved for another driver",
+            ]
+
+    run_story(story)
 
 
 def test_a_cancelled_request_is_forgotten(tmp_path):
