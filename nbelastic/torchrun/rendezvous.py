@@ -170,7 +170,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             if now >= sent_at + REPEAT_READY:
                 sent_at = now
                 self._sent_ready = replace(self._ready, round=last, store=store, pid=os.getpid())
-                self.link.send(self._sent_ready)
+                if not self.link.congested:  # else the driver is away, and still gets the first ones
+                    self.link.send(self._sent_ready)
             try:
                 message = self._inbox.get(max(0.0, sent_at + REPEAT_READY - now))
             except queue.Empty:

@@ -17,6 +17,8 @@ from nbelastic.torchrun.rendezvous import DriverRendezvous
 class MovingDriver:
     """A driver that gives the node other addresses, and then forms a round with the node's offer number `taken`."""
 
+    congested = False
+
     def __init__(self, *moves: str, taken: int) -> None:
         self._moves, self._taken = moves, taken
         self.offers: list[str] = []

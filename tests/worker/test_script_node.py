@@ -14,10 +14,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.torchrun import output
+from nbelastic.torchrun import output, rendezvous
 from nbelastic.torchrun.elastic_agent import ElasticAgent
 from nbelastic.torchrun.external_node import ExternalRendezvous
 from nbelastic.torchrun.node import Node
@@ -98,3 +99,31 @@ def test_torchs_agent_may_run_in_a_thread(monkeypatch):
     node = SimpleNamespace(_leave=None)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(ExternalRendezvous._wrap_signal_handlers, node).result(10)
+
+
+def test_a_node_waits_for_a_driver_that_is_away(monkeypatch):
+    """It does not repeat without end that it is ready: its host's agent would keep all of that for the next driver."""
+
+    class AwayDriver:
+        def __init__(self):
+            self.messages = []
+
+        def connect(self, _):
+            return self
+
+        def start(self):
+            pass
+
+        def send(self, message):
+            self.messages.append(message)
+
+        @property
+        def congested(self):
+            return len(self.messages) >= 3
+
+    monkeypatch.setattr(rendezvous, "REPEAT_READY", 0.001)
+    driver, ready = AwayDriver(), sev.NodeReady("a", 0, "", "default")
+    node = rendezvous.DriverRendezvous(driver.connect, ready, ("127.0.0.1", "lo"), timeout=0.1)
+    with pytest.raises(RendezvousTimeoutError):
+        node.next_rendezvous()
+    assert len(driver.messages) == 3
