@@ -69,6 +69,8 @@ class OutputReader:
                 outputs.append(output)
             elif w.incarnation < self._logs.round:  # the round has ended, and all was read
                 del self._logs.forwarded[w, stream]
+                for known in (self._offsets, self._counts, self._incomplete):
+                    known.pop(path, None)
         return outputs
 
     def _read(self, w: WorkerId, stream: str, path: Path) -> messages.WorkerOutput | None:

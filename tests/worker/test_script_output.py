@@ -48,3 +48,16 @@ def test_a_character_that_is_written_in_two_parts(worker):
     assert reader.read() == []
     append(file, "€".encode()[-1:])
     assert [output.text for output in reader.read()] == ["€"]
+
+
+def test_a_reader_forgets_earlier_rounds(tmp_path):
+    """A script that lives through many rounds costs a node no more memory."""
+    logs = WorkerLogs(tmp_path, "a", "0", "0")
+    reader = OutputReader(logs)
+    for logs.round in range(1, 4):
+        logs.reify({0: {}})
+        append(tmp_path / f"a-0-{logs.round}.err", "€".encode()[:-1])
+        reader.read()
+        reader.read()
+    assert len(logs.forwarded) == len(reader._offsets) == 2
+    assert len(reader._counts) == len(reader._incomplete) == 1
