@@ -92,9 +92,7 @@ class SnapshotWriter:
             raise
         for path in self._output_paths():
             path.unlink(missing_ok=True)
-        if self._output is not None:
-            self._output.close()
-            self._output = None
+        self.close()
 
     def update_job(self, **fields: Any) -> None:
         """Change fields of the saved job. The next `save` writes them."""
@@ -170,8 +168,7 @@ class SnapshotWriter:
         self._output.write(encode(message) + b"\n")
         self._output.flush()
         if self._output.tell() > MAX_OUTPUT_SIZE:
-            self._output.close()
-            self._output = None
+            self.close()
             new, old = self._output_paths()[::-1]
             new.replace(old)
 
@@ -199,8 +196,11 @@ class SnapshotWriter:
                         yield decoder.decode(line)
 
     def close(self) -> None:
+        """Close the file for output. What a full disk has not taken of it is lost."""
         if self._output is not None:
-            self._output.close()
+            with suppress(OSError):
+                self._output.close()
+            self._output = None
 
 
 def _is_cut_off(path: Path) -> bool:

@@ -15,6 +15,7 @@ from nbelastic.client.saved_arguments import arguments_to_attach, saved_argument
 from nbelastic.core import commands as cmd
 from nbelastic.core.cluster_snapshot import snapshot_of
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
+from nbelastic.driver import snapshot_writer
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent, SavedJob
 from nbelastic.driver.event_log import EventLog
@@ -219,6 +220,21 @@ def test_a_line_of_output_that_was_cut_off_costs_no_other():
         after.close()
     lines = path.read_bytes().splitlines()
     assert len(lines) == 4
+
+
+def test_a_cluster_stops_although_its_disk_is_full(tmp_path, monkeypatch):
+    """What workers have printed last cannot be saved. The driver does not take that for a failure of its own, after which the cluster goes on."""
+    monkeypatch.setattr(snapshot_writer, "append_private", lambda _: os.open("/dev/full", os.O_WRONLY))
+
+    async def story():
+        async with training(tmp_path, "a:1", min=1) as fakes:
+            (worker,) = fakes.workers.values()
+            worker.send(WorkerOutput(worker.id, "out", "the end", 7, job="job-1"))
+            await fakes.settle()
+            assert "driver-error" in fakes.kinds()
+        assert fakes.driver.why_ended == "the test is over"
+
+    run_story(story)
 
 
 def test_the_event_log_continues(tmp_path):
