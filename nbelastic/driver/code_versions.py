@@ -110,7 +110,7 @@ class CodeVersions:
 
     def send_all_to(self, host: str) -> None:
         """A host's agent has connected: have it get all versions, before it starts workers."""
-        self._hosts[host] = _Host(self._agents.peer_of(host))
+        self._hosts = self._present() | {host: _Host(self._agents.peer_of(host))}
         for version in self._codes:
             self._order(host, version)
 

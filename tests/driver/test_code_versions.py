@@ -114,6 +114,21 @@ def test_hosts_that_are_lost_are_not_waited_for(tmp_path, stores):
     run_story(story)
 
 
+def test_hosts_that_have_left_are_forgotten(tmp_path, stores):
+    """Autoscaling gives each host a new name: the driver keeps nothing of the modules of hosts that have left."""
+
+    async def story() -> None:
+        async with DriverWithFakes(tmp_path, "a:1", min=1) as fakes:
+            for number in range(5):
+                fakes.driver.post(ev.HostAdded(HostSpec(f"spot-{number}", 1)))
+                await fakes.advance_time(1.0)
+                fakes.driver.post(ev.HostRemoved(f"spot-{number}", now=True))
+                await fakes.advance_time(5.0)
+            assert list(fakes.driver._components.code_versions._hosts) == ["a", "spot-4"]
+
+    run_story(story)
+
+
 def test_old_versions_are_removed(tmp_path, stores):
     """Of many edits only the newest versions stay, here and on the hosts, with the files that they need."""
 
