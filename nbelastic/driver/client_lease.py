@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from nbelastic.driver.clients import Clients
@@ -21,7 +20,7 @@ async def stop_when_abandoned(
     A cleaner of temporary folders may remove the lock file; then no client finds the cluster.
     """
     while True:
-        alone = 0.0 if clients.has_any or lease is None else time.monotonic() - clients.alone_since
+        alone = clients.alone_for
         if lease is not None and alone >= lease:
             post(ev.StopRequested(f"no client has been connected for {lease:g} s"))
             return

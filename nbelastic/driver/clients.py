@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -75,9 +75,14 @@ class ClientView(Protocol):
 
 
 class Clients:
-    """Lives in the driver's thread. `arguments`: those of `Cluster`; `folder`: the run folder; `term`: the driver's number."""
+    """Lives in the driver's thread.
 
-    def __init__(self, driver: ClientView, folder: Path, arguments: Mapping[str, Any], term: int) -> None:
+    `arguments`: those of `Cluster`; `folder`: the run folder; `term`: the driver's number; `now()`: the time of its clock.
+    """
+
+    def __init__(
+        self, driver: ClientView, folder: Path, arguments: Mapping[str, Any], term: int, now: Callable[[], float]
+    ) -> None:
         self.facts = driver_facts(driver.settings, term)
         self._driver, self._folder = driver, folder
         self.arguments = dict(arguments)
@@ -89,7 +94,8 @@ class Clients:
         self._due = float("inf")
         self._updated_at, self._cost = 0.0, 0.0  # of the last update: the time, and how many seconds it took
         self._server: asyncio.Server | None = None
-        self.alone_since = time.monotonic()  # when the last client left; valid while there is none
+        self._now = now
+        self._alone_since = now()  # when the last client left; valid while there is none
 
     async def start(self) -> None:
         """Listen on a socket that only this user can open."""
@@ -101,6 +107,11 @@ class Clients:
     def has_any(self) -> bool:
         """Whether a client is connected."""
         return bool(self._greeted)
+
+    @property
+    def alone_for(self) -> float:
+        """Seconds without a client, but for those in which the driver itself did not run: none could connect then."""
+        return 0.0 if self.has_any else self._now() - self._alone_since
 
     @property
     def has_one(self) -> bool:
@@ -146,7 +157,7 @@ class Clients:
         self._greeted.discard(connection)
         self.remove_unneeded_values()
         if not self._greeted:
-            self.alone_since = time.monotonic()
+            self._alone_since = self._now()
             self._all_left.set()
 
     def release_values(self, job: str) -> None:

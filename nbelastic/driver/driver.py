@@ -73,7 +73,7 @@ class Driver:
         self.internal_errors = InternalErrors(settings.name, self.record)
         self._tasks = BackgroundTasks(self.internal_errors.report)
         self._has_clients = arguments is not None
-        self._clients = Clients(self, run_folder.path, arguments or {}, snapshot_writer.term)
+        self._clients = Clients(self, run_folder.path, arguments or {}, snapshot_writer.term, self._clock.now)
         self._submitted_before = submitted
         self._decisions = Decisions(
             settings.limits,

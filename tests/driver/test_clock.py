@@ -1,6 +1,10 @@
 """The driver's clock, on two machine clocks that the test sets."""
 
+from types import SimpleNamespace
+
+from nbelastic.driver.clients import Clients
 from nbelastic.driver.clock import Clock
+from tests.driver.fakes import settings_for
 
 
 class Machine:
@@ -76,3 +80,12 @@ def test_a_long_absence_excuses_at_most_30_seconds():
     machine.suspend(36000)
     machine.run(40)
     assert machine.clock.silence(received_at) == 9.0
+
+
+def test_the_lease_of_a_kept_cluster_does_not_expire_during_a_stop(tmp_path):
+    """A container that was paused for the night goes on in the morning: no client could have connected meanwhile."""
+    machine = Machine()
+    clients = Clients(SimpleNamespace(settings=settings_for(tmp_path, "a:1")), tmp_path, {}, 1, machine.clock.now)
+    machine.run(10)
+    machine.stop(30_000)
+    assert clients.alone_for == 10.0
