@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nbelastic.protocol import agent_messages, node_messages
@@ -82,7 +83,7 @@ class Node:
             self._rendezvous.link.close()  # its thread sends the rest of the output first: only that thread reads it
             self._rendezvous.shutdown()
             sys.stdout.flush()
-        return result is not None and not result.is_failed()
+        return result is not None and result.state is WorkerState.SUCCEEDED  # for torch, UNHEALTHY is not failed
 
     def _tick(self) -> float:
         """Called in the client's thread; return the seconds until the next call."""

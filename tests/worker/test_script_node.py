@@ -54,6 +54,16 @@ def test_the_last_output_is_sent_once(tmp_path, monkeypatch):
     assert left == sev.NodeLeft("a", "it has ended")
 
 
+@pytest.mark.parametrize(("state", "has_succeeded"), [("SUCCEEDED", True), ("FAILED", False), ("UNHEALTHY", False)])
+def test_a_node_succeeds_with_all_its_workers(tmp_path, monkeypatch, state, has_succeeded):
+    """Torch's agent gives up workers that it calls unhealthy, in uninterruptible sleep. The next driver would take them for ended well."""
+    monkeypatch.setattr(ElasticAgent, "run", lambda _: RunResult(WorkerState[state]))
+    monkeypatch.setattr(Client, "send", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    node = Node({**SETTINGS, "relay": str(tmp_path)}, agent_messages.Script("job-1", "script.py", cold=True), tmp_path)
+    assert node.run() is has_succeeded
+
+
 def test_workers_have_their_time_to_save_though_a_node_is_ended_twice(tmp_path, monkeypatch):
     """The driver ends a node by a message and by its agent's SIGTERM, which may come while torch's agent ends the workers."""
     ended = []
