@@ -194,33 +194,31 @@ def test_only_the_owner_cannot_leave_a_cluster_that_is_not_kept(start_hostless):
 
 
 class Clock:
-    """A clock that a test can put forward, in the place of the module `time`."""
+    """A clock that a test can put forward, in the place of the driver's."""
 
     def __init__(self):
         self.ahead, self.reads = 0.0, 0
 
-    def monotonic(self):
+    def now(self):
         self.reads += 1
         return time.monotonic() + self.ahead
 
 
 def test_a_kept_cluster_ends_with_its_lease(start_hostless, monkeypatch):
     """A kept cluster stops after its lease without a client; a client that attaches in time renews the lease."""
-    clocks = clients_clock, lease_clock = Clock(), Clock()
-    monkeypatch.setattr(clients, "time", clients_clock)
-    monkeypatch.setattr(client_lease, "time", lease_clock)
+    clock = Clock()
     monkeypatch.setattr(client_lease, "CHECK_INTERVAL", 0.01)
 
     def let_pass(seconds):
         """Let time pass after the last client has left, and wait until the driver has checked the lease."""
         until(lambda: not driver._clients.has_any)
-        for clock in clocks:
-            clock.ahead += seconds
-        before = lease_clock.reads
-        until(lambda: lease_clock.reads > before + 1 or driver.cluster.stopping)
+        clock.ahead += seconds
+        before = clock.reads
+        until(lambda: clock.reads > before + 1 or driver.cluster.stopping)
 
     cluster = start_hostless(keep=True, lease=60.0)
     driver, folder = driver_of(cluster), RunFolder(cluster.name)
+    driver._clients._now = clock.now
     cluster.detach()
     let_pass(50.0)
     nbe.Cluster.attach("quiet", discovery=NoHosts()).detach()
