@@ -74,8 +74,14 @@ def test_a_signal_handler_that_raises_between_programs_does_not_end_the_worker(c
         raise TimeoutError("a step takes too long")
 
     async def serve():
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        await asyncio.sleep(0.2)
+        loop, comes = asyncio.get_running_loop(), asyncio.Event()
+
+        def interrupt():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            loop.call_soon_threadsafe(comes.set)
+
+        threading.Timer(0.05, interrupt).start()  # as the loop waits
+        await comes.wait()
         print("the next program")
 
     before = signal.signal(signal.SIGUSR1, overdue)

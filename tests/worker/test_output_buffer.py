@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
+import termios
 import threading
 from functools import partial
 
 import pytest
 
 from nbelastic.worker.output_buffer import MAX_TEXT, OutputBuffer, OutputStream
+from tests.support.waiting import until
+
+HALF_A_PIPE = 1 << 15  # bytes
 
 
 def test_nothing_is_lost_while_it_is_taken(monkeypatch):
@@ -146,12 +151,18 @@ def interrupted(request):
 
         before = signal.signal(signal.SIGALRM, handle)
         request.addfinalizer(lambda: signal.signal(signal.SIGALRM, before))
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        threading.Thread(target=interrupt, args=(reader,)).start()
         return stream, printed
 
     yield begin
     stream._file.close()
     os.close(writer)  # which ends the thread
+
+
+def interrupt(reader):
+    """Send the signal as the main thread waits until the full pipe takes more."""
+    until(lambda: int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, b"1234"), sys.byteorder) >= HALF_A_PIPE)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
 
 def drain(reader):
