@@ -62,7 +62,7 @@ class Server:
     Peers are named `agent/<host>~<number>`, `worker/<WorkerId>` or `node/<host>~<number>`. `heard_at` has the time
     (monotonic seconds) of each peer's last message. For a new peer the server asks `is_known(peer)`: messages of an unknown
     peer are handled, but the server keeps nothing of it. `term` counts the cluster's drivers. With a term above 1 the server
-    sends a new peer a Welcome until it introduces itself, and ignores its other messages.
+    sends a new peer a Welcome until it introduces itself, and ignores its other messages. Unknown workers get none.
     """
 
     def __init__(
@@ -333,8 +333,10 @@ class Server:
                 guarded(self._on_message, peer, message)
 
     def _send_welcome(self, peer: str) -> None:
-        now = time.monotonic()
-        if peer.partition("/")[0] in self._decoders and now - self._welcomed.get(peer, 0.0) > WELCOME_PAUSE:
+        now, role = time.monotonic(), peer.partition("/")[0]
+        if role == "worker" and not self._is_known(peer):  # it was lost: its lease must run, and nothing is kept of it
+            return
+        if role in self._decoders and now - self._welcomed.get(peer, 0.0) > WELCOME_PAUSE:
             self._welcomed[peer] = now
             delivery = self._delivery_of(peer)
             delivery.reset()  # an earlier Welcome

@@ -27,9 +27,9 @@ PEER = f"worker/{WORKER}"
 class Worker:
     """A worker that reports to each new driver, as real ones do."""
 
-    def __init__(self, address, keys):
+    def __init__(self, address, keys, peer=PEER):
         self.received = []
-        self.client = Client(address, keys.for_clients(), PEER, worker_messages.ToWorker, self.receive, heartbeat=0.1)
+        self.client = Client(address, keys.for_clients(), peer, worker_messages.ToWorker, self.receive, heartbeat=0.1)
 
     def receive(self, message):
         self.received.append(message)
@@ -40,8 +40,8 @@ class Worker:
         self.client.reset_session(lambda: worker_messages.WorkerReport(WORKER, os.getpid(), commit=7))
 
 
-async def start_server(keys, received, term, port=0):
-    server = Server(keys, lambda peer, message: received.append(message), heartbeat=0.1, term=term)
+async def start_server(keys, received, term, port=0, is_known=lambda _: True):
+    server = Server(keys, lambda peer, message: received.append(message), heartbeat=0.1, term=term, is_known=is_known)
     await server.start(port=port)
     return server
 
@@ -115,6 +115,30 @@ def test_a_report_comes_before_other_messages(sends_before_report):
             *between,
             ev.WorkerSucceeded(WORKER, 1),
         ]
+
+    asyncio.run(story())
+
+
+def test_a_lost_worker_is_not_greeted():
+    """A cluster of many days loses many: the driver keeps nothing of one whose last messages come late, and its lease runs."""
+
+    lost_peer = f"worker/{WorkerId('a', 1, 1)}"
+
+    async def story():
+        keys, received, heard = Keys.make(), [], []
+        server = await start_server(keys, received, 2, is_known=lambda peer: heard.append(peer) or peer == PEER)
+        workers = lost, _ = [Worker(server.address, keys, peer) for peer in (lost_peer, PEER)]
+        try:
+            for worker in workers:
+                worker.client.start()
+                worker.client.send(ev.WorkerSucceeded(WORKER, 1))
+            await until(lambda: heard.count(lost_peer) >= 3 and received)
+            assert received == [worker_messages.WorkerReport(WORKER, os.getpid(), commit=7)]
+            assert lost.received == []
+        finally:
+            for worker in workers:
+                await asyncio.to_thread(worker.client.close)
+            await server.stop()
 
     asyncio.run(story())
 
