@@ -56,9 +56,8 @@ def run_until_done(serving: Coroutine[Any, Any, None]) -> None:
                 loop.run_until_complete(task)
             except Exception as error:
                 raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-                if (
-                    task.done() or raised_in == selectors.__file__
-                ):  # an error of the loop itself would come again at once
+                # An error of the loop itself would come again at once.
+                if task.done() or raised_in == selectors.__file__:
                     raise
                 traceback.print_exc()
 

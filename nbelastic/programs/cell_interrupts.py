@@ -28,9 +28,8 @@ class CellInterrupts:
 
         def on_interrupt(_: FrameType | None) -> None:
             requested = self._requested == number
-            if self._running and (
-                requested or limit
-            ):  # else it has come late, and must end neither program nor next cell
+            # An interrupt that has come late must end neither the program nor the next cell.
+            if self._running and (requested or limit):
                 self._running = 0
                 end(requested)
 

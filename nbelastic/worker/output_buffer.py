@@ -48,9 +48,8 @@ class OutputStream(io.TextIOBase):
         except OSError as error:
             if error.errno is None:  # of a signal handler, which may raise a TimeoutError here
                 raise
-            if (
-                file is self._file
-            ):  # else the disk is full, and Python would write the text again, and report that, when it ends
+            # As the disk is full, Python would write the text again when it ends, and report that.
+            if file is self._file:
                 self._file = self._open()
             with contextlib.suppress(OSError):
                 file.close()

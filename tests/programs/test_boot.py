@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 import subprocess
@@ -13,15 +12,11 @@ import threading
 import pytest
 
 from nbelastic.programs import boot
+from tests.support.full_disk import FullDisk
 
 
 class EndedError(BaseException):
     pass
-
-
-class FullDisk:
-    def flush(self):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_worker_ends_at_sigterm_though_its_disk_is_full(monkeypatch):
