@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from fake_view import View
 from lab_notebook import KERNEL_READY, prompt
 from playwright.sync_api import expect
 from view_samples import NOW
+
+from nbelastic.system import ports
 
 expect.set_options(timeout=30_000)  # milliseconds
 ROOT = Path(__file__).parents[2]
@@ -64,9 +65,8 @@ class Lab:
         self.theme = theme
         self.app = app
         self.token = secrets.token_hex(16)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        # Not an ephemeral one: until the server listens, any connection of this machine may be given that.
+        self.port = next(port for port in ports.random_ports(100, 10_000) if ports.is_free("127.0.0.1", port))
         self.address = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
