@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -58,7 +59,8 @@ def create(params: RendezvousParameters) -> ExternalRendezvous:
     config = _launch_config()
     workers = params.get_as_int("nproc") or (config.nproc_per_node if config is not None else 1)
     role = params.get("role") or (config.role if config is not None else "default")
-    name = f"torchrun-{socket.gethostname()}-{os.getpid()}"
+    # Containers may share both: the name of a machine, and a process number.
+    name = f"torchrun-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     job = "" if params.run_id in ("", "none") else params.run_id
     ready = sev.NodeReady(name, 0, "", role, workers, external=True, job=job)
     return ExternalRendezvous(

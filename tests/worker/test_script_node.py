@@ -14,10 +14,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.torchrun import output, rendezvous
+from nbelastic.torchrun import external_node, output, rendezvous
 from nbelastic.torchrun.elastic_agent import ElasticAgent
 from nbelastic.torchrun.external_node import ExternalRendezvous
 from nbelastic.torchrun.node import Node
@@ -142,3 +143,14 @@ def test_a_node_waits_for_a_driver_that_is_away(monkeypatch):
     with pytest.raises(EnoughError):
         node.next_rendezvous()
     assert len(driver.messages) == 3
+
+
+def test_torchruns_of_two_containers_are_two_nodes(monkeypatch):
+    """Both are process 7 of their container, and the containers have the name of their machine."""
+    found = SimpleNamespace(address="127.0.0.1:1", keys=None, name="c")
+    monkeypatch.setattr(external_node.cluster_file, "find", lambda *_: found)
+    for name in ("_home", "check_connection"):
+        monkeypatch.setattr(external_node, name, lambda *_: None)
+    monkeypatch.setattr(external_node, "ExternalRendezvous", lambda _, ready, *__, **___: ready.host)
+    parameters = RendezvousParameters("nbelastic", "the connection file", "none", 1, 1)
+    assert external_node.create(parameters) != external_node.create(parameters)
