@@ -17,6 +17,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
 
 from nbelastic.programs.cell_interrupts import CellInterrupts
+from nbelastic.programs.forked_children import end_forked_children
 from nbelastic.protocol import cell_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.cell_pieces import shortened
@@ -43,8 +44,9 @@ async def run(
     shell, show = get_ipython(), partial(put, cell.number, "display")
     with _collected_output(partial(put, cell.number)) as output, _captured_displays(shell, show):
         try:
-            with _collected_tracebacks(shell) as shown:
+            with _collected_tracebacks(shell) as shown, end_forked_children() as end_child:
                 result = await _run(shell, cell, interrupts)
+                end_child(result.error_before_exec or result.error_in_exec)
                 error, traceback = _outcome(shell, result, shown, show)
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
             error = traceback = _in_one_line(failed)
@@ -68,8 +70,9 @@ def run_at_commit(
         _forgotten_results(shell),
     ):
         try:
-            with _collected_tracebacks(shell) as shown, limited:
+            with _collected_tracebacks(shell) as shown, limited, end_forked_children() as end_child:
                 result = shell.run_cell(cell.source, store_history=False)
+                end_child(result.error_before_exec or result.error_in_exec)
                 error, traceback = _outcome(shell, result, shown, show)
             result.result = None
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)

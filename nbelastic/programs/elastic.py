@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from nbelastic.errors import JobStoppedError, NoWorldError, StateError, UsageError
 from nbelastic.programs.commit_cells import CommitCells
+from nbelastic.programs.forked_children import end_forked_children
 from nbelastic.programs.frameworks import Watch
 from nbelastic.programs.swap import Swap
 from nbelastic.protocol.events import WorkerSucceeded
@@ -216,7 +217,10 @@ class _Loop:
             self._enter(formation, offer, again)
             frameworks().check()
             contents, tensors = self._state._contents, self._state._tensors
-            with unchanged_by_ddp(contents, tensors, lambda: session.check(contents.device()), session.on_any_rank):
+            with (
+                unchanged_by_ddp(contents, tensors, lambda: session.check(contents.device()), session.on_any_rank),
+                end_forked_children(),
+            ):
                 value = self._call()
             self.swap.check_kept()
             session.finish_gpu_work()  # a collective that was aborted on the GPU may have ended the function

@@ -24,6 +24,7 @@ from nbelastic.programs import cells, state_pull
 from nbelastic.programs.cell_interrupts import CellInterrupts
 from nbelastic.programs.debugger import Breakpoints
 from nbelastic.programs.elastic import frameworks
+from nbelastic.programs.forked_children import end_forked_children
 from nbelastic.programs.shell import printed_displays
 from nbelastic.programs.tracebacks import MAX_ERROR, describe, summary
 from nbelastic.programs.undefined_names import borrowed_names, explain_undefined_name, refuse_undefined_names
@@ -269,7 +270,8 @@ def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes 
 
 
 def _start(order: worker_messages.Program, call: pickling.Bytes | None) -> Any:
-    return _execute(order, order.source) if call is None else _call(call)
+    with end_forked_children():
+        return _execute(order, order.source) if call is None else _call(call)
 
 
 def _until_replaced(session: Session, program: Callable[[], Any]) -> Any:

@@ -24,6 +24,15 @@ def test_cells_run_on_all_workers(cluster):
     assert cluster.run_cell("x + 1").result(timeout=20) == [6, 6, 6]
 
 
+@pytest.mark.parametrize(("last_line", "status"), [("pass", 0), ("1 / 0", 1), ("await asyncio.sleep(0)\n    1 / 0", 1)])
+def test_a_child_that_a_cell_forks_is_no_second_worker(cluster, last_line, status):
+    """It ends with the cell, of which it runs the rest, with the exit status that it would have in a script."""
+    fork = f"import asyncio, os\npid = os.fork()\nif pid == 0:\n    {last_line}\n"
+    wait = "if pid:\n    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    rows = cluster.execute(fork + wait, timeout=20)
+    assert [row[1:] for row in rows] == [(f"{status}\n", "", None)] * 3
+
+
 def test_output_arrives_while_the_cell_runs(cluster, tmp_path):
     """The cell waits for a file that its own first line has the client write: it would not end otherwise."""
     go, seen = tmp_path / "go", []

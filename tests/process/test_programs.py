@@ -32,6 +32,29 @@ def test_a_program_without_a_world(cluster):
     assert sorted(pids) == sorted(w.pid for w in cluster.workers)
 
 
+def forking():
+    """Fork children of which one returns from the elastic function, one raises an error, and one ends itself."""
+
+    @nbe.elastic
+    def loop(_):
+        ended = []
+        for how in ("returns", "raises", "exits"):
+            pid = os.fork()
+            if pid == 0 and how == "returns":
+                return "the child's value"
+            if pid == 0:
+                raise ValueError("in the child") if how == "raises" else SystemExit(3)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return ended
+
+    return loop(nbe.ObjectState())
+
+
+def test_a_child_that_the_program_forks_is_no_second_worker(cluster):
+    """It ends where the function ends, with the exit status that it would have in a script."""
+    assert cluster.run(forking).result(timeout=20) == [[0, 1, 3]] * 3
+
+
 def test_ranks_and_groups(cluster):
     """Ranks are packed by host; local and cross ranks and sizes are exact, and so are their groups."""
     rows = cluster.run(programs.describe_ranks).result(timeout=20)
