@@ -60,7 +60,7 @@ def create(params: RendezvousParameters) -> ExternalRendezvous:
     workers = params.get_as_int("nproc") or (config.nproc_per_node if config is not None else 1)
     role = params.get("role") or (config.role if config is not None else "default")
     # Containers may share both: the name of a machine, and a process number.
-    name = f"torchrun-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    name = f"torchrun-{socket.gethostname()}-{secrets.token_hex(2)}-{os.getpid()}"
     job = "" if params.run_id in ("", "none") else params.run_id
     ready = sev.NodeReady(name, 0, "", role, workers, external=True, job=job)
     return ExternalRendezvous(
