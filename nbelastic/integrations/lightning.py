@@ -93,6 +93,7 @@ class _ElasticFit:
         self._fit_loop, self._epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         source = self._fit_loop._data_source
         self._source = SharedSource(source.instance, source.name)
+        self._source.progress = self._epoch_loop.batch_progress
         self._position = Position(trainer)
         self._sums = Sums(trainer)
         self._state: Any = None

@@ -20,9 +20,10 @@ PLAIN = "{what}: give the elastic fit one plain DataLoader with a batch_size, sh
 class SharedBatches:
     """The batches of an epoch, of which this rank gets its share. Lightning takes it for a loader that it need not change."""
 
-    def __init__(self, loader: Any, sampler: ElasticSampler) -> None:
+    def __init__(self, loader: Any, sampler: ElasticSampler, progress: Any = None) -> None:
         self.sampler = sampler
         self._loader = loader
+        self._progress = progress  # how many batches Lightning has begun, processed and completed
         self._shares: Any = None  # the DataLoader of the present world
 
     def __iter__(self) -> Iterator[Any]:
@@ -41,8 +42,14 @@ class SharedBatches:
         return samples // batch if self.sampler.drop_last else -(-samples // batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """So that Lightning's own checkpoints resume in the middle of an epoch."""
-        return self.sampler.state_dict()
+        """So that Lightning's own checkpoints resume in the middle of an epoch.
+
+        Callbacks save them in `on_train_batch_end`. Lightning counts the batch as done there, which is not recorded yet.
+        """
+        state = self.sampler.state_dict()
+        if self._progress is not None and self._progress.current.processed > self._progress.current.completed:
+            state["used"] += sum(self.sampler.shares(self.sampler.next_share()))
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)
@@ -53,12 +60,13 @@ class SharedSource(_DataLoaderSource):  # type: ignore[misc]  # mypy does not fo
 
     loader: Any = None
     sampler: Any = None
+    progress: Any = None
 
     def dataloader(self) -> SharedBatches:
         if self.sampler is None:
             self.loader = super().dataloader()
             self.sampler = _sampler_for(self.loader)
-        return SharedBatches(self.loader, self.sampler)
+        return SharedBatches(self.loader, self.sampler, self.progress)
 
 
 def _sampler_for(loader: Any) -> ElasticSampler:

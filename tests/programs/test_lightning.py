@@ -306,6 +306,38 @@ def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(integra
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_lightning_resumes_with_the_next_batch(integration, alone, tmp_path):
+    """Also one that a callback saves right after a batch, and one of the last batch, which is smaller."""
+
+    class Module(integration.L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+        def training_step(self, batch, _):
+            self.seen.append(batch.flatten().tolist())
+            return self.layer(batch).square().mean()
+
+        def on_train_batch_end(self, *_):
+            path = tmp_path / f"{self.trainer.global_step}.ckpt"
+            if not path.exists():  # only in the first training
+                self.trainer.save_checkpoint(path)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(*checkpoint):
+        module, loader = Module(), DataLoader(torch.arange(5.0)[:, None], batch_size=2, shuffle=True)
+        alone(module, lambda train: train, loader, None, None, *checkpoint, max_epochs=2)
+        return module.seen
+
+    whole = train()
+    assert [len(batch) for batch in whole] == [2, 2, 1] * 2
+    for steps in (1, 3, 5):
+        assert train(tmp_path / f"{steps}.ckpt") == whole[steps:]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_newcomer_that_is_left_alone_ends_the_epoch_with_what_the_others_had_summed_up(integration, alone):
     """Its own mean would be 0 / 0, which ends the training if early stopping looks at it."""
     sent, means = {}, []
