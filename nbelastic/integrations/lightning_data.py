@@ -27,13 +27,14 @@ class SharedBatches:
         self._shares: Any = None  # the DataLoader of the present world
 
     def __iter__(self) -> Iterator[Any]:
+        """Begin at the first batch that is asked for: Lightning sets the epoch after it has made the iterator."""
         if self._shares is None:
             assert self.sampler.global_batch is not None
             options = {**options_of(self._loader), "generator": torch.Generator()}
             size = local_batch_size(self.sampler.global_batch)
             self._shares = DataLoader(self._loader.dataset, batch_size=size, sampler=self.sampler, **options)
         self._shares.generator.manual_seed(seed_of(self.sampler.seed, self.sampler.epoch, self.sampler.used))
-        return iter(self._shares)
+        yield from self._shares
 
     def __len__(self) -> int:
         """Of the whole epoch: Lightning compares it with the batches that the epoch has had."""

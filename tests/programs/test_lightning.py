@@ -87,6 +87,14 @@ def test_a_loader_draws_nothing_from_the_generator_of_the_training(share):
     assert len(seeds) == 3
 
 
+def test_processes_of_a_loader_begin_with_the_epoch_that_is_set_after_them(share):
+    """Lightning makes the iterator first where it resumes from its own checkpoint. They fetch batches at once."""
+    batches = share(DataLoader(DATA, batch_size=4, shuffle=True, num_workers=1))
+    begun = iter(batches)
+    batches.sampler.set_epoch(1)
+    assert torch.cat(list(begun)).tolist() == list(batches.sampler)
+
+
 def test_fsdp1_and_split_layers_are_refused(integration):
     """With the line to write for a sharded model."""
     strategies = integration.L.pytorch.strategies
