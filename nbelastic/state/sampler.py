@@ -62,8 +62,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, unless it is the present one."""
+        epoch = whole_number("epoch", epoch)
         if epoch != self.epoch:
-            self.epoch, self.used = whole_number("epoch", epoch), 0
+            self.epoch, self.used = epoch, 0
 
     def record_batch(self, batch_size: int) -> None:
         """Count that this rank has used `batch_size` more samples, and each other rank its share of the same batch.
@@ -255,9 +256,12 @@ def rank_and_size(outside: tuple[int, int] = (0, 1)) -> tuple[int, int]:
 
 def whole_number(what: str, number: Any) -> int:
     try:
-        return int(number)
+        whole = int(number)
+        if isinstance(number, str) or whole == number:
+            return whole
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{what} must be a whole number, not {number!r}.") from None
+        pass
+    raise UsageError(f"{what} must be a whole number, not {number!r}.")
 
 
 def positive_number(what: str, number: int) -> int:

@@ -70,8 +70,9 @@ class ElasticStream:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, unless it is the present one."""
+        epoch = whole_number("epoch", epoch)
         if epoch != self.epoch:
-            self.epoch = whole_number("epoch", epoch)
+            self.epoch = epoch
             self._positions.zero_()
             self.begin_iteration()
 

@@ -59,6 +59,18 @@ def test_an_epoch_begins_once(as_rank):
     assert (sampler.epoch, sampler.used) == (4, 0)
 
 
+def test_the_same_epoch_as_a_text_or_with_a_fraction(as_rank):
+    """A text, as of the environment, is its number. A fraction is refused: each call with another one would begin anew."""
+    as_rank(0, 2)
+    sampler = ElasticSampler(range(10))
+    sampler.set_epoch(3)
+    sampler.record_batch(2)
+    sampler.set_epoch("3")
+    with pytest.raises(UsageError, match=r"^epoch must be a whole number, not 3\.25\.$"):
+        sampler.set_epoch(3.25)
+    assert (sampler.epoch, sampler.used) == (3, 4)
+
+
 def test_no_sample_is_left_at_the_end(as_rank):
     """After the last sample an iteration is empty, and a larger count is limited to the number of samples."""
     as_rank(0, 3)
