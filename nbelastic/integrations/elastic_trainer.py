@@ -186,13 +186,13 @@ class ElasticTrainer:
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss, 0 for a repeated sample. A mean over this part is weighted: its gradient is to be that of the global batch."""
         self._elastic.is_weighed = True
-        loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         weight, has_count = self._elastic.weight, kwargs.get("num_items_in_batch") is not None
         if weight is None or (weight and has_count and self._scales_by_count(has_count)):
-            return loss
+            return found
         if not self._scales_by_count(has_count):  # the Trainer will divide it by the number of parts
             weight *= self._elastic.batches.parts
-        return loss * weight
+        return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight  # with the outputs
 
     def _scales_by_count(self: Any, has_count: bool) -> bool:
         """Whether the loss is a sum that is divided by the number of labels in the global batch, as the Trainer sees it."""

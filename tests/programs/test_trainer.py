@@ -153,16 +153,21 @@ def test_an_evaluation_may_log_more_than_numbers(integration, make):
     assert found._history() == [plain | {"counts": [1, 2], "f1": 0.5}]
 
 
-@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("calls", ["for the loss", "for the outputs too", ""])
 def test_a_training_step_of_ones_own_calculates_its_loss_where_it_is_weighed(integration, begin, make, calls):
     """Else samples of a smaller share would count more, and nothing would say so."""
 
     def training_step(self, model, inputs):
-        loss = self.compute_loss(model, inputs) if calls else model(inputs["x"]).mean()
+        if calls == "for the outputs too":
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            assert torch.equal(outputs, model(inputs["x"]))
+        else:
+            loss = self.compute_loss(model, inputs) if calls else model(inputs["x"]).mean()
         return loss.detach()
 
-    def compute_loss(self, model, inputs):
-        return model(inputs["x"]).mean()
+    def compute_loss(self, model, inputs, return_outputs=False):
+        outputs = model(inputs["x"])
+        return (outputs.mean(), outputs) if return_outputs else outputs.mean()
 
     trainer = make({"training_step": training_step, "compute_loss": compute_loss})
     run = integration.Run(SimpleNamespace(), integration.TrainerProgress())
