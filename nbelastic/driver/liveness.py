@@ -41,7 +41,9 @@ class StallDetector:
         self._newest, self._newest_at = (generation, count), now
 
     def excuse(self, now: float) -> None:
-        """No commit is expected at the moment: the members stand still as planned."""
+        """No commit is expected at the moment: the members stand still as planned. This time is not one between commits."""
+        count, begun = self._first
+        self._first = (count, begun + now - self._newest_at)
         self._newest_at, self._posted_at = now, 0.0
 
     def _usual_interval(self) -> float:

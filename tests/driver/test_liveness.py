@@ -56,6 +56,18 @@ def test_rare_commits_are_not_a_stall():
     assert isinstance(detector.check(1, 5.0, 120.0 + 151.0), StallDetected)
 
 
+def test_a_night_of_standing_still_delays_no_stall():
+    """The training was paused for ten hours: afterwards a stall is posted as soon as before. It came half an hour late."""
+    detector = StallDetector()
+    assert detector.check(1, 5.0, 0.0) is None
+    for number in range(1, 101):
+        detector.note_commits(1, number, float(number))
+    for second in range(100, 36100, 10):
+        detector.excuse(float(second))
+    detector.note_commits(1, 101, 36091.0)
+    assert isinstance(detector.check(1, 5.0, 36097.0), StallDetected)
+
+
 def test_late_reports_change_nothing():
     """A late report of an earlier commit or generation does not end a stall."""
     detector = StallDetector()
