@@ -28,6 +28,7 @@ MAX_SIZE = 64 << 20  # bytes of a file; there are two of them
 
 class _Line(msgspec.Struct):
     record: EventRecord
+    number: int = 0  # of all records so far
 
 
 _RECORD = msgspec.json.Decoder(_Line)
@@ -39,10 +40,10 @@ class EventLog:
     def __init__(self, path: Path, *, append: bool = False) -> None:
         """`append`: the previous driver has written to these files."""
         self._path = path
-        previous, is_last_line_complete = _read(path) if append else ([], True)
+        previous, count, is_last_line_complete = _read(path) if append else ([], 0, True)
         self._file = self._open()
         self.records: deque[EventRecord] = deque(previous, maxlen=EVENTS_IN_MEMORY)
-        self.count = len(previous)  # of all records so far
+        self.count = count  # of all records so far, also of those that are in no file any more
         self.counts: Counter[str] = Counter()  # of records of this driver, by kind
         self.lost_steps = LostSteps()
         self._is_last_line_complete = is_last_line_complete  # a kill or a full disk may cut a line off
@@ -99,7 +100,7 @@ class EventLog:
         self.records.append(record)
         self.count += 1
         self.counts[record.kind] += 1
-        self._write({"at": now, "record": msgspec.to_builtins(record)})
+        self._write({"at": now, "record": msgspec.to_builtins(record), "number": self.count})
 
     def kept(self) -> tuple[list[EventRecord], int]:
         """The newest records, and the number of all records so far."""
@@ -178,14 +179,16 @@ def _old_path(path: Path) -> Path:
     return path.with_suffix(".old")
 
 
-def _read(path: Path) -> tuple[list[EventRecord], bool]:
-    """The newest records in both files, and whether the last line is complete."""
-    records, line = [], b"\n"
+def _read(path: Path) -> tuple[list[EventRecord], int, bool]:
+    """The newest records in both files, the number of all records so far, and whether the last line is complete."""
+    records, count, line = [], 0, b"\n"
     for each in (_old_path(path), path):
         with suppress(OSError), os.fdopen(read_private(each), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_READ))
             for line in file:
                 if b'"record"' in line:
                     with suppress(*DECODE_ERRORS):  # cut off, at either end
-                        records.append(_RECORD.decode(line).record)
-    return records, line.endswith(b"\n")
+                        found = _RECORD.decode(line)
+                        records.append(found.record)
+                        count = found.number or count + 1
+    return records, count, line.endswith(b"\n")

@@ -47,6 +47,17 @@ def test_the_next_driver_counts_on(tmp_path, monkeypatch):
     assert (texts(again), again.count) == (texts(log), log.count)
 
 
+def test_the_next_driver_counts_on_after_a_long_time(tmp_path, monkeypatch):
+    """The oldest records are in no file any more. They count, or `nbelastic attach` would print no event until as many new ones came."""
+    monkeypatch.setattr(event_log, "MAX_SIZE", 3000)
+    log = closed_log(tmp_path / "events.jsonl", 100)
+    for _ in range(2):
+        again = EventLog(tmp_path / "events.jsonl", append=True)
+        assert (again.count, len(texts(again)) < 50) == (100, True)
+        again.close()
+    assert log.count == 100
+
+
 class SmallDisk:
     """A file on a disk with room for `room` bytes."""
 
