@@ -47,7 +47,8 @@ class EventLog:
         self.counts: Counter[str] = Counter()  # of records of this driver, by kind
         self.lost_steps = LostSteps()
         self._is_last_line_complete = is_last_line_complete  # a kill or a full disk may cut a line off
-        self._has_lost_lines = False
+        self._trouble = ""  # the error since the last write without one
+        self._gap: tuple[dict[str, object], ...] = ()  # the line that reports missing ones, until it is in the file
         self._leave_at = 0.0  # when the driver asked the members to leave
         self._symptom_at = 0.0  # when the first symptom of a break came that has not been decided on
         self._silence = 0.0  # seconds since the last message of the lost worker or host
@@ -92,6 +93,17 @@ class EventLog:
         lost: int | None = None,
     ) -> None:
         """Add a record for users. `size`: of the world. `lost`: see `EventRecord`."""
+        self._write(self._add(command, now, size, took, lost))
+
+    def _add(
+        self,
+        command: cmd.Record,
+        now: float,
+        size: int,
+        took: dict[str, float] | None = None,
+        lost: int | None = None,
+    ) -> dict[str, object]:
+        """Keep a record in memory. Returns its line."""
         if command.kind == "job-started":
             self.lost_steps.begin_job()
             self._leave_at, self._took_before_leave = 0.0, {}  # of the previous job's end
@@ -100,7 +112,7 @@ class EventLog:
         self.records.append(record)
         self.count += 1
         self.counts[record.kind] += 1
-        self._write({"at": now, "record": msgspec.to_builtins(record), "number": self.count})
+        return {"at": now, "record": msgspec.to_builtins(record), "number": self.count}
 
     def kept(self) -> tuple[list[EventRecord], int]:
         """The newest records, and the number of all records so far."""
@@ -153,18 +165,24 @@ class EventLog:
         return FileIO(append_private(self._path), "ab")
 
     def _write(self, *lines: dict[str, object]) -> None:
-        """Write these lines. Lines are dropped while the disk is full, because no decision may depend on the log."""
-        data = (b"" if self._is_last_line_complete else b"\n") + encode_lines(lines)
+        """Write these lines. Lines are dropped while the disk is full, because no decision may depend on the log.
+
+        The first lines after that follow one that reports the gap: a replay must know of it.
+        """
+        head = (b"" if self._is_last_line_complete else b"\n") + encode_lines(self._gap)
+        data = head + encode_lines(lines)
         try:
-            self._is_last_line_complete = self._file.write(data) == len(data)
+            written = self._file.write(data)
+            self._is_last_line_complete = written == len(data)
+            self._gap = () if written >= len(head) else self._gap
             if self._file.tell() > MAX_SIZE:
                 self._begin_new_file()
+            self._trouble = ""
         except OSError as error:
-            if not self._has_lost_lines:
-                self._has_lost_lines = True
-                self.record(
-                    cmd.Record("log-incomplete", f"lines are missing in the event log: {error}"), time.monotonic(), 0
-                )
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                text = f"lines are missing in the event log: {error}"
+                self._gap = (self._add(cmd.Record("log-incomplete", text), time.monotonic(), 0),)
 
     def _begin_new_file(self) -> None:
         """Rename the full file and open a new one. If that fails, later lines go to the full file."""

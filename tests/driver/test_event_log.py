@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 
+from nbelastic.cli.replay import EventLogFile
 from nbelastic.core import commands as cmd
 from nbelastic.driver import event_log
 from nbelastic.driver.event_log import EventLog
 from nbelastic.protocol import worker_messages
+from nbelastic.protocol.events import Ticked
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.private_files import append_private
 
@@ -76,7 +78,7 @@ class SmallDisk:
 
 
 def test_a_full_disk_loses_only_lines_of_the_log(tmp_path):
-    """With a full disk each record is still shown, one more reports the loss, and the file stays readable."""
+    """With a full disk each record is still shown, one more reports the loss, also in the file, which stays readable."""
     log = EventLog(tmp_path / "events.jsonl")
     log.record(cmd.Record("test", "before"), 0.0, 0)
     log._file = disk = SmallDisk(log._file, 5)
@@ -88,8 +90,26 @@ def test_a_full_disk_loses_only_lines_of_the_log(tmp_path):
     report = "lines are missing in the event log: [Errno 28] No space left on device"
     assert texts(log) == ["before", "lost 0", "lost 1", report, "lost 2", "after"]
     again = EventLog(tmp_path / "events.jsonl", append=True)
-    assert texts(again) == ["before", "after"]
+    assert texts(again) == ["before", report, "after"]
+    assert again.count == log.count
     again.close()
+
+
+def test_each_time_that_the_disk_is_full_is_reported(tmp_path):
+    """The disk was freed and is full again, days later: a replay of either time knows that lines are missing."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log._file = disk = SmallDisk(log._file, 10_000)
+    for number in range(2):
+        disk.room = 0
+        for _ in range(3):
+            log.note(Ticked(), 1.0)
+        disk.room = 10_000
+        log.record(cmd.Record("test", f"freed {number}"), 0.0, 0)
+    log.close()
+    replayed = EventLogFile(str(tmp_path / "events.jsonl"))
+    assert len(list(replayed.lines())) == 4
+    kinds = [record.kind for record in replayed.records]
+    assert kinds == ["log-incomplete", "test"] * 2 == [record.kind for record in log.kept()[0]]
 
 
 def test_a_file_that_cannot_be_opened_again_costs_no_line(tmp_path, monkeypatch):
