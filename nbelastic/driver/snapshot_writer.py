@@ -90,8 +90,10 @@ class SnapshotWriter:
             self.job = last
             self.submitted -= 1
             raise
-        for path in self._output_paths():
+        folder = self._run_folder.path
+        for path in (*self._output_paths(), folder / TELEMETRY, folder / REPORTS):  # they are of the last job
             path.unlink(missing_ok=True)
+        self._telemetry_saved_at = self._reports_saved_at = 0.0
         self.close()
 
     def update_job(self, **fields: Any) -> None:

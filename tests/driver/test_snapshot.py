@@ -20,6 +20,7 @@ from nbelastic.driver.driver import Driver
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent, SavedJob
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.snapshot_writer import OUTPUT, SnapshotWriter
+from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import local_clusters
@@ -220,6 +221,29 @@ def test_a_line_of_output_that_was_cut_off_costs_no_other():
         after.close()
     lines = path.read_bytes().splitlines()
     assert len(lines) == 4
+
+
+def test_a_new_job_begins_without_the_progress_of_the_last_one():
+    """The driver is killed before the first step of a second job: the next one shows no steps, reports or curves of the first."""
+    run_folder = RunFolder("second")
+    run_folder.make()
+    writer, progress = SnapshotWriter(run_folder, {}), Telemetry()
+    writer.save_new_job(SavedJob("job-1"))
+    progress.add_commit(5000, 1.0)
+    progress.add_report({"loss": 0.5, "total": 5000.0})
+    progress.history.add((5000, 1.0, 1, 2), {"loss": 0.5})
+
+    def of_the_next_driver():
+        found = Telemetry()
+        SnapshotWriter(run_folder, {}).load_output_and_telemetry({}, found)
+        return found.step, found.total, found.report, len(found.history.rows)
+
+    writer.save_telemetry(progress, 100.0)
+    assert of_the_next_driver() == (5000, 5000, {"loss": 0.5}, 1)
+    writer.save_new_job(SavedJob("job-2"))
+    assert of_the_next_driver() == (0, None, {}, 0)
+    writer.save_telemetry(Telemetry(step=1), 100.1)
+    assert of_the_next_driver()[0] == 1
 
 
 def test_a_cluster_stops_although_its_disk_is_full(tmp_path, monkeypatch):
