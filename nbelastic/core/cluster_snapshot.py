@@ -62,6 +62,7 @@ class SavedCluster(Struct, frozen=True):
     external_address: str
     paused_by: str = ""
     ending_nodes: dict[str, float] = {}
+    at_once: int = 0  # of `Job`
 
 
 Saved = tuple[ClusterState, SavedCluster]  # a state, and what was saved of it
@@ -110,6 +111,7 @@ def snapshot_of(cluster: ClusterState, earlier: Saved | None = None) -> SavedClu
         external_address=cluster.external_address,
         paused_by=cluster.halt.paused_by,
         ending_nodes=cluster.ending_nodes,
+        at_once=job.at_once,
     )
 
 

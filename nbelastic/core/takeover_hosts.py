@@ -48,6 +48,7 @@ def restore_hosts(
             backend=saved.backend,
             formed=saved.formed,
             ranks=saved.ranks,
+            at_once=saved.at_once,
             outcome=saved.outcome,
             reason=saved.reason,
             program=saved.program,

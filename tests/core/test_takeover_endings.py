@@ -121,6 +121,16 @@ def test_a_program_without_a_loop():
     assert story.ended("a/1#1").job.outcome == "succeeded"
 
 
+def test_the_missing_result_of_a_program_without_a_loop_is_named_by_the_next_driver():
+    """A worker was lost while both ran such a program, then the driver was. The job still says that a result is missing."""
+    story = Story("a:1", "b:1", min=1).answer()
+    story.submit().send(ev.AgentLost("b", "its agent ended"))
+    story._unsay(wid("a/0#1"), ev.WorkerReady)
+    story.fakes[wid("a/0#1")].word = None
+    story = Away(story).ended("a/0#1").new_driver().answer()
+    assert (story.job.outcome, story.job.reason) == ("succeeded", "1 of 2 ranks did not finish")
+
+
 def test_a_rank_that_was_asked_to_stop_causes_no_error():
     """A rank that was asked to stop after another finished causes no error, and the job succeeds."""
     story = three()
