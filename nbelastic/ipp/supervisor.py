@@ -140,19 +140,25 @@ class Supervisor:
     # ---- restarts ----
 
     async def _watch(self) -> None:
-        """Restart the controller whenever it ends; if it ends early, after pauses that grow."""
+        """Restart the controller whenever it ends; if it ends early, after pauses that grow.
+
+        At the longest pause nothing is reported any more: in hours, these reports would be all that the event log shows.
+        """
         backoff, now = Backoff(MIN_PAUSE, MAX_PAUSE), asyncio.get_running_loop().time
         while True:
             began = now()
             await self.wait_for_end()
-            lived = now() - began
+            lived, pause = now() - began, 0.0
             if lived < EARLY_END:
-                self._on_problem(f"it ended after {lived:.1f} s: {self.last_line()}")
-                await asyncio.sleep(backoff.next())
+                pause = backoff.next()
+                if pause < MAX_PAUSE:
+                    self._on_problem(f"it ended after {lived:.1f} s: {self.last_line()}")
+                await asyncio.sleep(pause)
             else:
                 backoff.reset()
             await self._restart_until_it_runs()
-            self._on_restart()
+            if pause < MAX_PAUSE:
+                self._on_restart()
 
     async def _restart_until_it_runs(self) -> None:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
