@@ -29,6 +29,7 @@ T = TypeVar("T")
 KEEP = 3  # checkpoints
 TURN_TIMEOUT = 2.0  # seconds that each rank has to write the last checkpoint if there is no driver
 POLL = 0.1  # seconds between two checks whether it is there
+TRIES = 5  # to load from a folder in which a job writes
 
 
 class State(Protocol):
@@ -185,11 +186,18 @@ def load(state: State, path: str | Path) -> Path:
 
 
 def _load(state: State, path: Path) -> Path | None:
-    try:
-        known = [path] if checkpoint.is_checkpoint(path) else checkpoint.listed(path)
-    except OSError as error:
-        raise StateError(f"there is no checkpoint in {path} ({reason(error)}).") from None
-    return first_usable(path, known, lambda candidate: _load_one(state, candidate))
+    """If a job writes to the folder, and has removed the newest checkpoint since, there are newer ones by now."""
+    for left in reversed(range(TRIES)):
+        try:
+            known = [path] if checkpoint.is_checkpoint(path) else checkpoint.listed(path)
+        except OSError as error:
+            raise StateError(f"there is no checkpoint in {path} ({reason(error)}).") from None
+        try:
+            return first_usable(path, known, lambda candidate: _load_one(state, candidate))
+        except StateError:
+            if not left or path in known or known[0].exists():
+                raise
+    return None
 
 
 def first_usable(path: Path, known: Sequence[Path], use: Callable[[Path], T]) -> T | None:
@@ -212,7 +220,10 @@ def first_usable(path: Path, known: Sequence[Path], use: Callable[[Path], T]) ->
 
 def _load_one(state: State, path: Path) -> Path:
     manifest = checkpoint.verify(path)
-    described = checkpoint.read_description(path, manifest)
+    try:
+        described = checkpoint.read_description(path, manifest)
+    except OSError as error:  # it has been removed since
+        raise StateError(reason(error)) from None
     tensors, mine = manifest.tensors[1:], state._live()["requires_grad"]
     try:
         state._accept(described, state._device(), lambda places: checkpoint.read_tensors(path, tensors, places))

@@ -8,7 +8,7 @@ import pytest
 from nbelastic.errors import StateError
 from nbelastic.state import checkpoint_files as checkpoint
 from nbelastic.state import checkpoints as saving
-from tests.state.kept import counter, write, written
+from tests.state.kept import count, counter, write, written
 
 
 @pytest.fixture
@@ -73,3 +73,20 @@ def test_a_rank_0_that_was_cut_off_saves_no_old_commit(tmp_path):
     plan.ended(counter(12), turn=1)
     plan.finish()
     assert written(tmp_path)[-1] == "000002-commit-12"
+
+
+@pytest.mark.parametrize("step", ["verify", "read_description"])
+def test_a_reader_gets_the_newer_one_that_a_job_writes_meanwhile(tmp_path, monkeypatch, step):
+    """A job keeps one checkpoint, and writes the next one just as another process, such as an evaluation, loads the last."""
+    state, other = count(counter()), counter()
+    write(state, tmp_path, keep=1)
+    read, late = getattr(checkpoint, step), iter(range(2))
+
+    def read_late(*arguments):
+        if next(late, None) is not None:
+            write(count(state), tmp_path, keep=1)
+        return read(*arguments)
+
+    monkeypatch.setattr(checkpoint, step, read_late)
+    assert saving.load(other, tmp_path) == tmp_path / "000003-commit-3"
+    assert other.step == other.commits == 3
