@@ -38,7 +38,7 @@ def restore_hosts(
         elif name in coming and old.phase is HostPhase.STARTING:
             hosts[name] = _starting(old, now)
         else:
-            hosts[name] = _without_agent(old, now, out)
+            hosts[name] = _without_agent(old, now, out, was_to_end=name in saved.ending)
     unwanted = [name for name in agents if name not in hosts or hosts[name].phase is HostPhase.LOST]
     out.extend(cmd.StopAgent(name) for name in unwanted)  # the earlier command may be lost
     job, kept = None, saved.kept_state
@@ -122,13 +122,13 @@ def _with_agent(old: SavedHost, agent: AgentHello, number: int, now: float) -> H
     )
 
 
-def _without_agent(old: SavedHost, now: float, out: Commands) -> Host:
-    """A host without an agent is tried again at once, unless it drains or was lost before.
+def _without_agent(old: SavedHost, now: float, out: Commands, *, was_to_end: bool) -> Host:
+    """A host without an agent is tried again at once, unless it drains, has ended as announced, or was lost before.
 
     Its slots skip an incarnation: it may have started workers that were not saved.
     """
     host = Host(old.spec, old.joined, _empty(old, old.newest + 1), failures=old.failures, by_hand=old.by_hand)
-    if old.phase is HostPhase.DRAINING:
+    if old.phase is HostPhase.DRAINING or was_to_end:
         return replace(host, phase=HostPhase.DRAINING)
     if old.phase is HostPhase.LOST:
         return replace(host, phase=HostPhase.LOST, reason=old.reason, retry_at=max(now, old.retry_at))

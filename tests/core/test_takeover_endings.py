@@ -216,6 +216,17 @@ def test_a_draining_host_whose_agent_is_gone_has_left():
     assert trains(story, "a/0#1", "a/1#1")
 
 
+def test_a_host_that_has_ended_as_announced_has_left():
+    """A batch job that was to have a successor ended without a driver: it is not submitted again beside its successor."""
+    story = Story("a:1", "b:1", min=1).run().commit(3)
+    story.send(ev.HostRemoved("b", by="its time limit", within=300.0, replaced=True))
+    mark = story.mark()
+    story = Away(story).lose_host("b").new_driver().quiet(5.0)
+    assert [command.host.name for command in story.commands(cmd.StartAgent, mark)] == ["b.2"]
+    assert (sorted(story.cluster.hosts), story.cluster.ending) == (["a", "b.2"], {})
+    assert story.names == ["a/0#1", "b.2/0#2"]
+
+
 @pytest.mark.parametrize("written", [True, False])
 def test_a_host_that_was_removed_stays_removed(written):
     """The agent of a removed host is asked again to end, and discovery does not add the host."""
