@@ -1,15 +1,19 @@
 """Reads checkpoints of `torch.distributed.checkpoint`: those of nbelastic and of others, as data, never as code.
 
-`.metadata` is a pickle. It is read with the few classes that torch's own writers put into it, and no others.
+`.metadata` is a pickle. It is read with the few classes that torch's own writers put into it, and no others. It may
+not change these classes.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from types import FunctionType
+from typing import IO, Any, ClassVar
 
 import msgspec
 import torch
@@ -55,10 +59,22 @@ DAMAGED = (  # what a damaged pickle raises
     TypeError,
     ValueError,
     pickle.UnpicklingError,
+    struct.error,
 )
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The one that is written in Python: the faster one lets a pickle set attributes of classes, such as methods of `Path`."""
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type | FunctionType | Enum):  # type: ignore[attr-defined]
+            raise StateError(f"its {METADATA} changes a class, and is not read")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # the name in Python 3.13, which others may not have
             module = "pathlib"

@@ -241,11 +241,28 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys):
     capsys.readouterr()
     assert newest(tmp_path).path == good
     lines = capsys.readouterr().err.splitlines()
-    assert "its .metadata is damaged (OverflowError" in lines[0]
+    assert "its .metadata is damaged (ValueError: frame size" in lines[0]
     assert "which is not read" in lines[1]
     assert "__1_0.distcp has" in lines[2]
     with pytest.raises(StateError, match="cannot be used: __1_0"):
         find(cut)
+
+
+CHANGES = {
+    "a class": b"cpathlib\nPosixPath\nN}\x8c\x06existscpathlib\nPurePosixPath\ns\x86b.",
+    "a function": b"ctorch.serialization\n_get_layout\n}\x8c\x06existscpathlib\nPurePosixPath\nsb.",
+    "nothing": b"b.",
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_checkpoint_changes_no_class(tmp_path, changes):
+    """A `.metadata` that sets a method of `Path`, for example, is refused, and all paths stay as they are."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + CHANGES[changes])
+    with pytest.raises(StateError, match="changes a class" if changes != "nothing" else "is damaged"):
+        Stored(tmp_path)
+    assert "exists" not in vars(pathlib.PosixPath)
+    assert "exists" not in vars(torch.serialization._get_layout)
 
 
 def test_a_checkpoint_of_python_3_13_is_read_by_others(tmp_path, monkeypatch):
