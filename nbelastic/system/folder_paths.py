@@ -20,7 +20,12 @@ _LOCKED, _NEW = "run-", "new-"  # how the names of locked process folders begin,
 
 def user_folder() -> Path:
     """The private folder of this user, made if it is missing. UsageError if another user could have written to it."""
-    path = Path(tempfile.gettempdir()).resolve() / f"nbelastic-{os.getuid()}"
+    name = f"nbelastic-{os.getuid()}"
+    # Python passes over a folder whose disk is full. But clusters there must be found, and stopped.
+    if tempfile.tempdir is None:
+        first = os.path.abspath(next(filter(None, map(os.getenv, ("TMPDIR", "TEMP", "TMP"))), "/tmp"))  # noqa: S108
+        tempfile.tempdir = first if os.path.isdir(f"{first}/{name}") else None
+    path = Path(tempfile.gettempdir()).resolve() / name
     with contextlib.suppress(FileExistsError):  # the path may also be a file
         path.mkdir(mode=0o700)
     found = path.lstat()

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,19 @@ def test_a_folder_is_removed_at_the_end():
         assert one.parent == user_folder()
         assert one.stat().st_mode & 0o077 == 0
     assert list(user_folder().iterdir()) == []
+
+
+def test_clusters_on_a_full_disk_are_found(monkeypatch):
+    """A process that starts when the disk is full looks in the same folder as those before, and can stop their clusters."""
+    before = user_folder()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # has the effect of a full disk
+    try:
+        assert user_folder() == before
+        assert nbe.Cluster.all() == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_folders_of_killed_processes_are_removed_and_others_stay():
