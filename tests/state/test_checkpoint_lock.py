@@ -36,6 +36,18 @@ def test_two_clusters_do_not_use_one_folder(tmp_path):
             second.enter_context(folder_lock(tmp_path, "a1", LOGS))
 
 
+@pytest.mark.parametrize(("folder", "file"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
+def test_an_account_that_only_reads_the_folder_cannot_keep_jobs_from_it(tmp_path, folder, file):
+    """A lock needs no right to write. So only accounts that may write checkpoints there can open the file."""
+    before = os.umask(0)
+    try:
+        tmp_path.chmod(folder)
+        with folder_lock(tmp_path, "a1", LOGS):
+            assert (tmp_path / FILE).stat().st_mode & 0o777 == file
+    finally:
+        os.umask(before)
+
+
 def test_a_cluster_waits_until_another_one_ends(tmp_path, monkeypatch, capsys):
     """A file server may keep the lock of a lost host for a while: a line says what is waited for, and then the job begins."""
     monkeypatch.setattr(checkpoint_lock, "TIMEOUT", 60.0)
