@@ -99,6 +99,8 @@ class Stored:
             for place in metadata.storage_data.values():
                 ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
             for name, end in ends.items():
+                if "/" in name:
+                    raise StateError(f"it names a file outside, {name!r}")
                 size = (path / name).stat().st_size
                 if size < end:
                     raise StateError(f"{name} has {size} bytes instead of {end}")

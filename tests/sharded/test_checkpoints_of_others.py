@@ -1,5 +1,7 @@
 """Checkpoints that other programs wrote with torch.distributed.checkpoint are read, and what they lack is reported."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -88,3 +90,16 @@ def test_an_entry_that_is_code_is_refused(tmp_path):
     its_optimizer["param_groups"][0]["lr"] = pytest.approx(1.0)
     with pytest.raises(StateError, match="is not plain data"):
         restored(written(tmp_path, {"model": own, "optimizer": its_optimizer}), *trained(seed=1))
+
+
+def test_a_file_outside_is_refused(tmp_path):
+    """A `.metadata` that names a file of another folder: values of that file would become those of the model."""
+    for name in ("private", "downloaded"):
+        written(tmp_path / name, {"weight": torch.zeros(4)})
+    file = tmp_path / "downloaded" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../private/{place.relative_path}"
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StateError, match=r"it names a file outside, '\.\./private/"):
+        Stored(tmp_path / "downloaded")
