@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -36,7 +35,7 @@ from nbelastic.provision.tcp_proxy import ProxySet
 from nbelastic.provision.tunnel_ports import TunnelPorts, ports_file
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.cpu_count import usable_cpus
-from nbelastic.system.folder_paths import batch_folder
+from nbelastic.system.folder_paths import remove_batch_folder
 from nbelastic.system.terminal_text import printable_line
 from nbelastic.transport.keys import Keys
 
@@ -96,7 +95,7 @@ class Agents:
                 await asyncio.wait_for(self._none_runs.wait(), KILL_TIMEOUT)
         self.tcp_proxies.close()
         await close_pods()
-        shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
+        remove_batch_folder(self._settings.name, self._settings.number)
 
     def adopt(self, saved: DriverSnapshot) -> None:
         """Take over the agents of the previous driver. Events report those that have ended."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ from nbelastic.protocol.run_folder import RunFolder, lock_holder
 from nbelastic.protocol.timeouts import DRIVER_START, TAKEOVER_PER_WORKER
 from nbelastic.system import versions
 from nbelastic.system.driver_lease import DriverLease
-from nbelastic.system.folder_paths import batch_folder, runs_folder
+from nbelastic.system.folder_paths import remove_batch_folder, runs_folder
 from nbelastic.system.process_identity import is_alive, pid_of
 from nbelastic.system.processes import kill_group, machine
 
@@ -223,8 +222,7 @@ def remove_dead_cluster(name: str, number: str = "", *, kill: bool = False) -> N
             for process in filter(is_alive, set(saved.processes) - set(saved.tunnels) if kill else ()):
                 if pid_of(process) != os.getpid():
                     kill_group(pid_of(process))
-            with suppress(RuntimeError):  # this user has no home folder, and so no batch jobs
-                shutil.rmtree(batch_folder(name, saved.number), ignore_errors=True)
+            remove_batch_folder(name, saved.number)
         run_folder.release()
 
 

@@ -130,3 +130,9 @@ def batch_folder(name: str, number: str) -> Path:
     contains `number`, which is random, one per start of a cluster.
     """
     return Path.home() / ".nbelastic" / f"{name}-{number}"
+
+
+def remove_batch_folder(name: str, number: str) -> None:
+    """Remove it, if it is there. A user without a home folder has no batch jobs."""
+    with contextlib.suppress(RuntimeError):
+        shutil.rmtree(batch_folder(name, number), ignore_errors=True)

@@ -51,6 +51,19 @@ def test_a_whole_life(tmp_path: Path) -> None:
     run_story(story)
 
 
+def test_a_user_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run with a number for which no account is known. A cluster there ends as any other."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+
+    async def story() -> None:
+        async with DriverWithFakes(tmp_path, "a:1", min=1) as fakes:
+            await fakes.advance_time(2.0)
+        assert fakes.driver.why_ended == "the test is over"
+
+    run_story(story)
+
+
 def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
     """A newcomer joins at an agreed commit: no generation breaks, and no step is lost."""
 
