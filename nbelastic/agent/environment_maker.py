@@ -114,7 +114,9 @@ def _make(folder: Path, requirements: Sequence[str], path: Sequence[str]) -> Non
 
 
 def _uv() -> list[str]:
-    places = [os.path.join(sys.prefix, "bin"), *(str(Path.home() / name / "bin") for name in (".local", ".cargo"))]
+    home = os.path.expanduser("~")  # the same text if there is none
+    own = [f"{home}/{name}/bin" for name in (".local", ".cargo")] if home != "~" else []
+    places = [os.path.join(sys.prefix, "bin"), *own]
     found = shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(places))
     if found:
         return [found]

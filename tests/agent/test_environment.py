@@ -108,6 +108,18 @@ def test_a_failure_has_uvs_words_and_leaves_nothing(wheels, cache):
     assert os.listdir(cache) == [making_lock_of(environment._folder).name]
 
 
+def test_a_user_without_a_home_folder_has_uv(monkeypatch):
+    """Where a container's user has no account, uv is found beside Python or in the PATH, and in no folder named `~`."""
+    places = []
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(
+        environment_maker.shutil, "which", lambda name, path=None: places.append(path) or (path and f"/there/{name}")
+    )
+    assert environment_maker._uv() == ["/there/uv"]
+    assert places == [None, os.path.join(sys.prefix, "bin")]
+
+
 def test_without_uv_the_text_says_how_to_get_it(wheels, monkeypatch, tmp_path):
     """There is no uv in the PATH, in the home folder, or for this Python."""
     monkeypatch.setattr(environment_maker.shutil, "which", lambda name, path=None: None)
