@@ -74,7 +74,7 @@ class Results:
             return Outcome(f"{self._what} of {result.worker} is outside the folder for results: {path}")
         try:
             complete = path.stat().st_size == value.size
-        except OSError as error:
+        except (OSError, ValueError) as error:  # it may hold a NUL
             return Outcome(f"{self._what} of {result.worker} cannot be read: {error}")
         return Outcome(value=value) if complete else Outcome(f"{self._what} of {result.worker} is incomplete: {path}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nbelastic.core.state import ClusterState
+from nbelastic.core.swaps import wanted
 from nbelastic.driver.job_run import JobRun, remove_file
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.snapshot_writer import SnapshotWriter
@@ -34,7 +34,7 @@ class Swaps:
 
     def __init__(self, pending: Pending, snapshot_writer: SnapshotWriter, post: Callable[[ev.Event], None]) -> None:
         self._pending, self._snapshot_writer, self._post = pending, snapshot_writer, post
-        self._numbers = itertools.count(time.time_ns())  # unique and growing among all drivers of the cluster
+        self._number = time.time_ns()  # of the last swap: unique among all drivers of the cluster
         self._new: dict[int, _NewProgram] = {}  # by number, while a client waits for it
 
     def submit(self, request: Swap, run: JobRun, cluster: ClusterState, outcome: Future[SwapOutcome]) -> None:
@@ -44,7 +44,8 @@ class Swaps:
         """
         if cluster.halt.swap or (cluster.active is not None and cluster.active.trial):
             raise UsageError("another new program is being tried: wait until it has made its first commit.")
-        number = next(self._numbers)
+        # Numbers grow. The machine's clock may have been set back since the program of an earlier driver came.
+        self._number = number = max(self._number, wanted(cluster)) + 1
         program = replace(request.program, job=run.name, number=number, checkpoints=run.checkpoints)
         new = self._new[number] = _NewProgram(run, program)
 

@@ -82,6 +82,13 @@ def test_a_missing_or_incomplete_file_is_an_error(receiver, tmp_path, size, erro
     assert outcome.error.startswith(f"the result of a/0#1 {error}")
 
 
+def test_a_path_that_no_file_can_have_is_an_error(receiver, tmp_path):
+    """The job would wait for the value."""
+    receiver.receive_value(messages.Blob(3, path=str(tmp_path / "job-1" / "a\0b")))
+    (outcome,) = receiver.outcomes
+    assert outcome.error == "the result of a/0#1 cannot be read: embedded null byte"
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "folder/../value", "value"])
 def test_a_file_elsewhere_is_not_opened(receiver, tmp_path, path):
     """A worker cannot make the driver read a file outside the folder for results."""

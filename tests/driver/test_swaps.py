@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -20,8 +21,10 @@ from tests.core.story import wid, with_stage
 class Swap:
     """A swap that a client has asked for, up to its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: int = 0) -> None:
+        """`program`: the number of the one that runs."""
         self.cluster, self.answer, posted = with_stage(Stage.RUNNING).cluster, Future(), []
+        self.cluster = replace(self.cluster, job=replace(self.cluster.job, program=program))
         self.pending = Pending(lambda: self.cluster, posted.append, RuntimeError, lambda: None)
         self.swaps = Swaps(self.pending, SimpleNamespace(), posted.append)
         request = requests.Swap("you", worker_messages.Program("", "", source="a cell"))
@@ -73,3 +76,9 @@ def test_a_program_that_was_not_tried_has_its_reason_too(swap, decision, reason)
     """A rank has returned before the halt, or two clients have asked at the same time."""
     with pytest.raises(UsageError, match=f"the program of job-1 was not replaced: {reason}"):
         swap.decide(**decision).result(timeout=0)
+
+
+def test_the_number_of_a_new_program_is_higher_than_that_of_the_present_one():
+    """Also after the machine's clock was set back: workers and the core take the higher number for the newer program."""
+    of_the_future = time.time_ns() * 2
+    assert Swap(of_the_future).event.program > of_the_future
