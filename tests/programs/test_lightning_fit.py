@@ -1,0 +1,186 @@
+"""Trainings with the Lightning integration in a world of one rank, which is lost or joined in the middle."""
+
+import warnings
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nbelastic.worker import session
+from tests.state.conftest import formation
+
+
+@pytest.fixture(scope="module")
+def integration():
+    """Imported late, because Lightning takes seconds; its warnings are its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lightning")
+        return import_module("nbelastic.integrations.lightning")
+
+
+class LostError(Exception):
+    """A rank is lost."""
+
+
+def trained_twice(train):
+    """In place of `elastic`: the world is lost once."""
+
+    def loop(state):
+        with pytest.raises(LostError):
+            train(state)
+        state.generation_ended(aborted=True)
+        train(state)
+
+    return loop
+
+
+def lost(sent):
+    """In place of `elastic`: the world is lost in the training, and its last commit is kept in `sent`."""
+
+    def elastic(train):
+        def loop(state):
+            with pytest.raises(LostError):
+                train(state)
+            state.generation_ended(aborted=True)
+            sent.update(state._contents.small(), commits=state.commits)
+
+        return loop
+
+    return elastic
+
+
+def joins(sent):
+    """In place of `elastic`: a process that receives the commit in `sent`."""
+
+    def elastic(train):
+        def loop(state):
+            state.commits = sent.pop("commits")
+            state._contents.set_small(sent)
+            train(state)
+
+        return loop
+
+    return elastic
+
+
+@pytest.fixture
+def alone(integration, monkeypatch, tmp_path):
+    """Fit a module in a world of one. `loop` stands for the elastic loop."""
+    monkeypatch.setattr(session, "world", lambda: formation(0, 1))
+    monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+
+    def fit(module, loop, *loaders, **options):
+        monkeypatch.setattr(integration, "elastic", loop)
+        trainer = integration.L.Trainer(
+            num_sanity_val_steps=0, accelerator="cpu", default_root_dir=tmp_path, **{**quiet, **options}
+        )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            integration.fit(trainer, module, *loaders)
+        finally:
+            dist.destroy_process_group()
+        return trainer
+
+    return fit
+
+
+@pytest.mark.parametrize(("steps", "lost_in", "expected"), [(4, 0, "vvet"), (4, 1, "veet"), (3, 0, "eet")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(integration, alone, steps, lost_in, expected):
+    """With `max_steps` all steps are done then. The epoch's last hooks save its checkpoint and log its metrics."""
+    seen = []
+
+    def note(hook):
+        seen.append(hook)
+        if len(seen) == lost_in + 1:
+            raise LostError
+
+    class Module(integration.L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, _):
+            return self.layer(batch).square().mean()
+
+        def validation_step(self, *_):
+            note("v")
+
+        def on_train_epoch_end(self):
+            note("e")
+
+        def on_train_end(self):
+            seen.append("t")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = DataLoader(torch.randn(8, 1), batch_size=2), DataLoader(torch.ones(1, 1))
+    trainer = alone(Module(), trained_twice, *data, max_steps=steps)
+    assert "".join(seen) == expected
+    assert trainer.global_step == steps
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_lightning_resumes_with_the_next_batch(integration, alone, tmp_path):
+    """Also one that a callback saves right after a batch, and one of the last batch, which is smaller."""
+
+    class Module(integration.L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+        def training_step(self, batch, _):
+            self.seen.append(batch.flatten().tolist())
+            return self.layer(batch).square().mean()
+
+        def on_train_batch_end(self, *_):
+            path = tmp_path / f"{self.trainer.global_step}.ckpt"
+            if not path.exists():  # only in the first training
+                self.trainer.save_checkpoint(path)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(*checkpoint):
+        module, loader = Module(), DataLoader(torch.arange(5.0)[:, None], batch_size=2, shuffle=True)
+        alone(module, lambda train: train, loader, None, None, *checkpoint, max_epochs=2)
+        return module.seen
+
+    whole = train()
+    assert [len(batch) for batch in whole] == [2, 2, 1] * 2
+    for steps in (1, 3, 5):
+        assert train(tmp_path / f"{steps}.ckpt") == whole[steps:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_newcomer_that_is_left_alone_ends_the_epoch_with_what_the_others_had_summed_up(integration, alone):
+    """Its own mean would be 0 / 0, which ends the training if early stopping looks at it."""
+    sent, means = {}, []
+
+    class Module(integration.L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, _):
+            self.log("mean", batch.mean(), on_step=False, on_epoch=True, sync_dist=True)
+            return self.layer(batch).square().mean()
+
+        def on_train_epoch_end(self):
+            means.append(self.trainer.callback_metrics["mean"].item())
+            if len(means) == 2:
+                raise LostError
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loader = DataLoader(torch.tensor([[1.0], [2.0], [6.0], [7.0]]), batch_size=2)
+    for loop in (lost(sent), joins(sent)):
+        alone(Module(), loop, loader, max_epochs=3)
+    assert means == [4.0] * 4
