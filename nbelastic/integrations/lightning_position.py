@@ -65,12 +65,12 @@ class Position:
 
     def places(self) -> list[Any]:
         """Versions of loggers and folders of checkpoints: each process has chosen its own, as no world was there."""
-        versions = [getattr(logger, "_version", None) for logger in self._trainer.loggers]
+        versions = [vars(logger).get("_version") for logger in self._trainer.loggers]
         return [versions, [one.dirpath for one in self._checkpoints()]]
 
     def set_places(self, places: list[Any]) -> None:
         for logger, version in zip(self._trainer.loggers, places[0], strict=True):
-            if hasattr(logger, "_version"):
+            if "_version" in vars(logger):  # that of `fast_dev_run` has any attribute that it is asked for
                 logger._version = version
         for one, folder in zip(self._checkpoints(), places[1], strict=True):
             one.dirpath = folder

@@ -89,6 +89,24 @@ def alone(integration, monkeypatch, tmp_path):
     return fit
 
 
+@pytest.fixture
+def module(integration):
+    """Make a module with one weight, which has these methods."""
+
+    class Module(integration.L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, _):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return lambda **methods: type("Mine", (Module,), methods)()
+
+
 @pytest.mark.parametrize(("steps", "lost_in", "expected"), [(4, 0, "vvet"), (4, 1, "veet"), (3, 0, "eet")])
 @pytest.mark.filterwarnings("ignore")
 def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(integration, alone, steps, lost_in, expected):
@@ -184,3 +202,12 @@ def test_a_newcomer_that_is_left_alone_ends_the_epoch_with_what_the_others_had_s
     for loop in (lost(sent), joins(sent)):
         alone(Module(), loop, loader, max_epochs=3)
     assert means == [4.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_is_tried_with_one_batch(alone, module):
+    """`fast_dev_run` replaces the logger by one that has any attribute: the ranks agree on the version of loggers that have one."""
+    trainer = alone(
+        module(), lambda train: train, DataLoader(torch.ones(8, 1), batch_size=2), fast_dev_run=True, logger=True
+    )
+    assert trainer.global_step == 1
