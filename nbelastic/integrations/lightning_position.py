@@ -27,6 +27,9 @@ USER_WORDS = UserWords(
     save="run the job with checkpoint=FOLDER, and read the checkpoint with torch.distributed.checkpoint",
 )
 
+# Of a ModelCheckpoint, beside its own state. Ranks save together, so all must know whether a save is due.
+SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
 
 class Position:
     """A value of the state: counters of the loops, states of callbacks, where loggers and checkpoints write."""
@@ -43,6 +46,7 @@ class Position:
             "loops": loops,
             "callbacks": callbacks,
             "averaged": [one._latest_update_epoch for one in averaging(self._trainer)],  # their own states lack it
+            "saved": [{name: vars(one).get(name) for name in SAVED} for one in self._checkpoints()],
             "places": self.places(),
             "validates": self.validates,
             "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
@@ -57,6 +61,8 @@ class Position:
                 one.load_state_dict(copy.deepcopy(state["callbacks"][one.state_key]))
         for one, epoch in zip(averaging(self._trainer), state["averaged"], strict=True):
             one._latest_update_epoch = epoch
+        for one, saved in zip(self._checkpoints(), state["saved"], strict=True):
+            vars(one).update(saved)
         self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
         self.validates, self._trainer.should_stop = state["validates"], state["stops"]
         self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]

@@ -211,3 +211,47 @@ def test_a_program_is_tried_with_one_batch(alone, module):
         module(), lambda train: train, DataLoader(torch.ones(8, 1), batch_size=2), fast_dev_run=True, logger=True
     )
     assert trainer.global_step == 1
+
+
+@pytest.fixture
+def checkpoint(integration, tmp_path):
+    """Make a callback that saves into a folder, and notes at which step. The world is lost after the save number `lost_in`."""
+
+    class Checkpoint(integration.L.pytorch.callbacks.ModelCheckpoint):
+        def __init__(self, saved, lost_in=-1, **options):
+            super().__init__(tmp_path / "saved", **options)
+            self.saved, self.lost_in = saved, lost_in
+
+        def _save_checkpoint(self, trainer, path):
+            super()._save_checkpoint(trainer, path)
+            self.saved.append(trainer.global_step)
+            if len(self.saved) == self.lost_in:
+                raise LostError
+
+    return Checkpoint
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_is_made_again_is_saved_again(alone, module, checkpoint):
+    """A newcomer saves there, so a survivor that does not would keep it waiting."""
+    callback = checkpoint([], 1, every_n_train_steps=2, save_top_k=-1)
+    loader = DataLoader(torch.ones(8, 1), batch_size=2)
+    alone(module(), trained_twice, loader, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+    assert callback.saved == [2, 2, 4]
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_newcomer_saves_when_the_others_do(alone, module, checkpoint, hook):
+    """It waits for them, and they for it, also at the end: the last save was made before it came."""
+    sent, callbacks = {}, []
+
+    def loses(*_):
+        if len(callbacks) == 1:
+            raise LostError
+
+    for loop in (lost(sent), joins(sent)):
+        callbacks.append(checkpoint([], every_n_train_steps=3, save_last=True))
+        data = DataLoader(torch.ones(8, 1), batch_size=2)
+        alone(module(**{hook: loses}), loop, data, max_epochs=1, callbacks=callbacks[-1:], enable_checkpointing=True)
+    assert [one.saved for one in callbacks] == [[3, 3], []]
