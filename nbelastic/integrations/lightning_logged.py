@@ -1,4 +1,4 @@
-"""What a Trainer has logged in an epoch whose last batch is done: a process that joins there ends the epoch with the others."""
+"""What a Trainer has logged: callbacks of a process that joins see the same metrics, and it ends the epoch with the others."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def is_at_end(trainer: Any) -> bool:
     return bool(progress.ready != progress.processed and loop.batch_progress.is_last_batch)
 
 
-def logged(trainer: Any) -> dict[str, Any] | None:
-    """As plain data; None within an epoch, where the next batch logs all again."""
-    if not is_at_end(trainer):
-        return None
+def logged(trainer: Any) -> dict[str, Any]:
+    """As plain data and tensors. No results within an epoch, where the next batch logs them again."""
+    results = trainer.fit_loop.epoch_loop._results if is_at_end(trainer) else {}
     return {
-        "seen": {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()},
-        "results": {key: _plain(one) for key, one in trainer.fit_loop.epoch_loop._results.items()},
+        "seen": {name: value.clone() for name, value in trainer._logger_connector._callback_metrics.items()},
+        "results": {key: _plain(one) for key, one in results.items()},
     }
 
 
@@ -43,8 +42,8 @@ def _plain(one: Any) -> dict[str, Any]:
 def restore_logged(trainer: Any, found: dict[str, Any]) -> None:
     """Set what a process has not logged itself. To a sum over the ranks it adds nothing; else it takes the sender's value."""
     device = trainer.strategy.root_device
-    seen = {name: torch.tensor(value, device=device) for name, value in found["seen"].items()}
-    trainer._logger_connector._callback_metrics.update(seen)
+    seen = {name: value.to(device, copy=True) for name, value in found["seen"].items()}
+    trainer._logger_connector._callback_metrics = seen
     results = trainer.fit_loop.epoch_loop._results
     for key, one in found["results"].items():
         if key not in results:

@@ -66,8 +66,7 @@ class Position:
         self._trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
         self.validates, self._trainer.should_stop = state["validates"], state["stops"]
         self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
-        if state["logged"] is not None:
-            restore_logged(self._trainer, state["logged"])
+        restore_logged(self._trainer, state["logged"])
 
     def places(self) -> list[Any]:
         """Versions of loggers and folders of checkpoints: each process has chosen its own, as no world was there."""

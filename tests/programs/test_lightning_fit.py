@@ -255,3 +255,22 @@ def test_a_newcomer_saves_when_the_others_do(alone, module, checkpoint, hook):
         data = DataLoader(torch.ones(8, 1), batch_size=2)
         alone(module(**{hook: loses}), loop, data, max_epochs=1, callbacks=callbacks[-1:], enable_checkpointing=True)
     assert [one.saved for one in callbacks] == [[3, 3], []]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_newcomer_knows_the_metrics_of_an_earlier_validation(alone, module, checkpoint):
+    """A callback that monitors one of them saves on all ranks or on none; a ReduceLROnPlateau needs it."""
+
+    def validation_step(self, batch, _):
+        self.log("loss", batch.mean())
+
+    def on_train_batch_start(self, *_):
+        if self.trainer.global_step == 5 and callback.lost_in == 1:
+            raise LostError
+
+    sent, methods = {}, {"validation_step": validation_step, "on_train_batch_start": on_train_batch_start}
+    data = DataLoader(torch.ones(8, 1), batch_size=2), DataLoader(torch.ones(1, 1))
+    for lost_in, loop in ((1, lost(sent)), (-1, joins(sent))):
+        callback = checkpoint([], lost_in, monitor="loss", every_n_train_steps=2, save_top_k=-1)
+        alone(module(**methods), loop, *data, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    assert set(callback.saved) == {6, 8}
