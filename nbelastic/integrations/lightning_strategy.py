@@ -45,7 +45,9 @@ def check_strategy(strategy: Any) -> None:
     if type(strategy) in [one.ModelParallelStrategy for one in where]:
         if strategy._tensor_parallel_size != 1:
             raise UsageError(SPLITS_LAYERS.format(size=strategy._tensor_parallel_size))
-    elif type(strategy) not in [kind for one in where for kind in (one.DDPStrategy, one.SingleDeviceStrategy)]:
+    elif not isinstance(strategy, InThisWorld) and type(strategy) not in [
+        kind for one in where for kind in (one.DDPStrategy, one.SingleDeviceStrategy)
+    ]:
         raise UsageError(REFUSED.format(strategy=strategy if isinstance(strategy, str) else type(strategy).__name__))
 
 

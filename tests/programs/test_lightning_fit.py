@@ -74,9 +74,9 @@ def alone(integration, monkeypatch, tmp_path):
     monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 
-    def fit(module, loop, *loaders, **options):
+    def fit(module, loop, *loaders, trainer=None, **options):
         monkeypatch.setattr(integration, "elastic", loop)
-        trainer = integration.L.Trainer(
+        trainer = trainer or integration.L.Trainer(
             num_sanity_val_steps=0, accelerator="cpu", default_root_dir=tmp_path, **{**quiet, **options}
         )
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -274,3 +274,12 @@ def test_a_newcomer_knows_the_metrics_of_an_earlier_validation(alone, module, ch
         callback = checkpoint([], lost_in, monitor="loss", every_n_train_steps=2, save_top_k=-1)
         alone(module(**methods), loop, *data, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
     assert set(callback.saved) == {6, 8}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_trains_on_in_a_later_job(alone, module):
+    """Workers keep the names of a job, so a cell may fit the same trainer for more epochs."""
+    mine, loader = module(), DataLoader(torch.ones(8, 1), batch_size=2)
+    trainer = alone(mine, lambda train: train, loader, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    assert alone(mine, lambda train: train, loader, trainer=trainer).global_step == 8
