@@ -21,7 +21,8 @@ class SharedBatches:
     """The batches of an epoch, of which this rank gets its share. Lightning takes it for a loader that it need not change."""
 
     def __init__(self, loader: Any, sampler: ElasticSampler, progress: Any = None) -> None:
-        self.sampler = sampler
+        self.sampler, self.batch_size = sampler, sampler.global_batch
+        self.dataset = sampler.dataset  # modules and callbacks ask `trainer.train_dataloader` for it
         self._loader = loader
         self._progress = progress  # how many batches Lightning has begun, processed and completed
         self._shares: Any = None  # the DataLoader of the present world

@@ -67,7 +67,7 @@ def test_data_that_cannot_be_shared_is_refused(share, loader):
 def test_an_epoch_has_the_same_batches_in_any_world(share):
     """The loader's batch size is that of the world, which outside of one is this process."""
     whole = share(DataLoader(DATA, batch_size=4))
-    assert len(whole) == 3
+    assert (len(whole), whole.batch_size, whole.dataset) == (3, 4, DATA)
     assert [batch.tolist() for batch in whole] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     full = share(DataLoader(DATA, batch_size=4, drop_last=True))
     assert len(full) == len(list(full)) == 2
