@@ -70,12 +70,13 @@ class Position:
 
     def places(self) -> list[Any]:
         """Versions of loggers and folders of checkpoints: each process has chosen its own, as no world was there."""
-        versions = [vars(logger).get("_version") for logger in self._trainer.loggers]
+        loggers = self._trainer.loggers  # that of `fast_dev_run` has any attribute that it is asked for
+        versions = [logger.version if "_version" in vars(logger) else None for logger in loggers]
         return [versions, [one.dirpath for one in self._checkpoints()]]
 
     def set_places(self, places: list[Any]) -> None:
         for logger, version in zip(self._trainer.loggers, places[0], strict=True):
-            if "_version" in vars(logger):  # that of `fast_dev_run` has any attribute that it is asked for
+            if "_version" in vars(logger):
                 logger._version = version
         for one, folder in zip(self._checkpoints(), places[1], strict=True):
             one.dirpath = folder

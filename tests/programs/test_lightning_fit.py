@@ -283,3 +283,16 @@ def test_a_trainer_trains_on_in_a_later_job(alone, module):
     trainer = alone(mine, lambda train: train, loader, max_epochs=1)
     trainer.fit_loop.max_epochs = 2
     assert alone(mine, lambda train: train, loader, trainer=trainer).global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_ranks_know_the_folder_of_a_logger(integration, alone, module, tmp_path):
+    """Also if no callback has asked for it: the next rank 0 writes there. TensorBoard and CSV loggers choose it late."""
+    versions = []
+
+    def elastic(train):
+        return lambda state: versions.append(state._contents.small()["position"]["places"][0]) or train(state)
+
+    logger = import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
+    alone(module(), elastic, DataLoader(torch.ones(8, 1), batch_size=2), max_epochs=1, logger=logger)
+    assert versions == [[0]]
