@@ -161,6 +161,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             self.first.committed()
         super().backward(loss * self._weight.present, **kwargs)
 
+    def end_training(self) -> None:
+        """Finish trackers. Accelerate's own destroys the process group too, which is the elastic loop's."""
+        for tracker in self.trackers:
+            tracker.finish()
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Accelerate's own, for the unequal shares of an elastic loader too. A repeated sample is left out."""
         loader = self.gradient_state.active_dataloader

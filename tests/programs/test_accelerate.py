@@ -238,3 +238,9 @@ def test_objects_are_gathered_as_they_are_unless_they_are_one_per_sample(acceler
     batches = accelerator.prepare(DataLoader(DATA, batch_size=2, sampler=ElasticSampler(DATA)))
     found = [accelerator.gather_for_metrics(texts, use_gather_object=True) for _ in batches]
     assert found == [texts, ["a"] if len(texts) == 2 else texts]  # the last of this rank's samples is repeated
+
+
+def test_the_end_of_a_training_leaves_the_process_group(accelerator):
+    """`end_training` finishes trackers. The elastic loop ends its group itself, and later lines may use it."""
+    accelerator.end_training()
+    assert torch.distributed.is_initialized()
