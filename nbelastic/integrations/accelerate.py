@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
-from accelerate.utils import gather_object, recursively_apply
+from accelerate.utils import broadcast_object_list, gather_object, recursively_apply
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from nbelastic.errors import UsageError
@@ -145,6 +146,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         if any(isinstance(one, ElasticSampler) and one.global_batch for one in samplers):
             for scheduler in self._schedulers:
                 scheduler.split_batches = True
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Accelerate's own. Its automatic names go on after the newest folder: each world's Accelerator counts from 0."""
+        project = self.project_configuration
+        if project.automatic_checkpoint_naming:
+            folder = Path(self.project_dir) / "checkpoints"
+            numbers = [int(one.name.rpartition("_")[2]) for one in folder.glob("checkpoint_*[0-9]")]
+            found = [max([project.iteration, *(number + 1 for number in numbers)])]
+            project.iteration = broadcast_object_list(found)[0]
+        return str(super().save_state(*args, **kwargs))
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Accelerate's own. Not at the beginning of a later world: it would replace the values that were recovered."""

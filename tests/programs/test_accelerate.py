@@ -244,3 +244,15 @@ def test_the_end_of_a_training_leaves_the_process_group(accelerator):
     """`end_training` finishes trackers. The elastic loop ends its group itself, and later lines may use it."""
     accelerator.end_training()
     assert torch.distributed.is_initialized()
+
+
+def test_automatic_checkpoints_go_on_counting_in_a_later_world(accelerator, monkeypatch, tmp_path):
+    """Each world makes an Accelerator, which counts from 0: Accelerate refuses a folder that exists."""
+    elastic = import_module("nbelastic.integrations.accelerate")
+    monkeypatch.setattr(elastic, "broadcast_object_list", lambda found: found)
+    options = import_module("accelerate.utils").ProjectConfiguration
+    saved = []
+    for _ in range(2):
+        present = elastic.Accelerator(project_config=options(str(tmp_path), automatic_checkpoint_naming=True))
+        saved += [present.save_state(), present.save_state()]
+    assert [os.path.basename(one) for one in saved] == [f"checkpoint_{number}" for number in range(4)]
