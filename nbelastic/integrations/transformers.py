@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.state import PartialState
+from torch.utils.data import IterableDataset
 from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 
@@ -177,10 +178,10 @@ def _check(trainer: Any) -> None:
         )
     if trainer.is_fsdp_enabled:
         sharding_plugin(trainer.accelerator.state.fsdp_plugin)
-    if not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
         raise UsageError(
-            f"a {type(dataset).__name__} has no length, so its samples cannot be shared among ranks that come and go: "
-            "give the Trainer a data set with a length."
+            f"a {type(dataset).__name__} has no length or no indices, so its samples cannot be shared among ranks that come "
+            "and go: give the Trainer a data set with a length, whose samples have indices."
         )
     for name in ("get_train_dataloader", "_get_train_sampler", "_get_dataloader"):
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):

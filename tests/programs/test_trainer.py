@@ -179,3 +179,13 @@ def test_a_training_step_of_ones_own_calculates_its_loss_where_it_is_weighed(int
         else:
             with pytest.raises(UsageError, match=r"^Mine has its own training_step\(\).*Calculate it in compute_loss"):
                 trainer.training_step(trainer.model, inputs)
+
+
+def test_a_stream_with_a_length_is_refused(integration, make):
+    """Its samples have no indices, and the DataLoader would speak of an option that the user has not set."""
+    trainer = make()
+    trainer.train_dataset = type(
+        "Stream", (torch.utils.data.IterableDataset,), {"__len__": lambda _: 4, "__iter__": iter}
+    )()
+    with pytest.raises(UsageError, match=r"^a Stream has no length or no indices.*whose samples have indices"):
+        integration._check(trainer)
