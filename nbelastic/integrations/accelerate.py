@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,25 @@ class Weight:
     passes = 0  # over elastic loaders: an evaluation may be inside a step
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
+class OneGpuAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
+    """Accelerate's own, for a process that sees one GPU: that is `cuda:0` in each process of a host. See `renew_states` too."""
+
+    _is_wrapping = False
+
+    @property
+    def local_process_index(self) -> int:
+        """Accelerate's own, but for DDP, which takes it for the number of the GPU."""
+        return (self.device.index or 0) if self._is_wrapping else int(super().local_process_index)
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._is_wrapping = True
+        try:
+            return super().prepare_model(model, *args, **kwargs)
+        finally:
+            self._is_wrapping = False
+
+
+class Accelerator(OneGpuAccelerator):
     """Accelerate's Accelerator in the present world. Make it inside the elastic function, in each call of it.
 
     It takes the same arguments. `prepare` takes the bare model, optimizer and scheduler of the state. A DataLoader's
@@ -245,17 +264,20 @@ def renew_states(*, is_sharded: bool = False) -> None:
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    on_cpu = ranks.device().type == "cpu"
+    device = ranks.device()
+    on_cpu = device.type == "cpu"
     PartialState._shared_state.update(
         _cpu=on_cpu,
         backend=dist.get_backend(),
         debug=False,
-        device=ranks.device(),
+        device=device,
         distributed_type=DistributedType.MULTI_CPU if on_cpu and not is_sharded else DistributedType.MULTI_GPU,
         num_processes=ranks.size(),
         process_index=ranks.rank(),
         local_process_index=ranks.local_rank(),
         fork_launched=False,
+        # In place of its method, which takes the local index for the number of the GPU
+        wait_for_everyone=partial(dist.barrier, device_ids=None if on_cpu else [device.index]),
     )
 
 

@@ -13,7 +13,7 @@ from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 
 from nbelastic.errors import UsageError
-from nbelastic.integrations.accelerate import make_bare, renew_states
+from nbelastic.integrations.accelerate import OneGpuAccelerator, make_bare, renew_states
 from nbelastic.integrations.accelerate_sharding import sharding_plugin, unchanged_environment
 from nbelastic.integrations.elastic_trainer import ElasticTrainer, Run, Steps, data_of
 from nbelastic.integrations.global_batches import GlobalBatches
@@ -106,6 +106,7 @@ def _enter_world(trainer: Any) -> None:
     (args.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)  # the Trainer has added it
     with unchanged_environment():
         trainer.create_accelerator_and_postprocess()
+    trainer.accelerator.__class__ = OneGpuAccelerator
     if sharding is not None:
         sharding.enter()
     trainer.accelerator.scaler = scaler

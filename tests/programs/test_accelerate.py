@@ -81,6 +81,27 @@ def accelerator(integration, monkeypatch):
         elastic.GradientState._reset_state()
 
 
+def test_the_second_gpu_of_a_host_has_number_0_in_its_process(accelerator, monkeypatch):
+    """A worker sees its own GPU only. Accelerate takes the local index for the GPU's number, for DDP and for barriers."""
+    elastic = import_module("nbelastic.integrations.accelerate")
+    found = []
+    monkeypatch.setattr(elastic.ranks, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(elastic.ranks, "local_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids: found.append(device_ids))
+    monkeypatch.setattr(
+        torch.nn.parallel,
+        "DistributedDataParallel",
+        lambda model, **options: found.append(options["device_ids"]) or model,
+    )
+    for make in (elastic.Accelerator, elastic.OneGpuAccelerator):
+        elastic.renew_states()
+        present = make(device_placement=False)
+        present.prepare_model(torch.nn.Linear(1, 1))
+        present.wait_for_everyone()
+        assert present.local_process_index == 1
+    assert found == [[0]] * 4
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(DATA)
