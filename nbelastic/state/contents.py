@@ -87,7 +87,7 @@ class Contents:
         for own in self.buffers_of_layers:
             for key, tensor in own.items():
                 if tensor is not None:
-                    if tensor.is_inference() or (0 in tensor.stride() and tensor.numel() > 1):
+                    if not _is_writable(tensor):
                         own[key] = tensor = tensor.clone(memory_format=torch.contiguous_format)  # noqa: PLW2901
                     found.append(tensor)
         return found
@@ -135,7 +135,12 @@ class Contents:
                 value.load_state_dict(frozen(new))
                 if is_grad_scaler(value):  # a step may have been cut off, and a new optimizer may get the old one's id
                     value._per_optimizer_states.clear()
-            elif isinstance(value, torch.Tensor) and _is_like(value, new) and uses[_memory(value)] == 1:
+            elif (
+                isinstance(value, torch.Tensor)
+                and _is_like(value, new)
+                and uses[_memory(value)] == 1
+                and _is_writable(value)
+            ):
                 with torch.no_grad():  # in place: an optimizer may hold this tensor
                     value.copy_(new)
             else:
@@ -202,6 +207,12 @@ class Contents:
             optimizers.set_contents(self.values[name], contents)
         self.extra.set(received.get("extra", {}))  # as above
         self.set_small(received["small"])
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether values can be written into it: not into the result of expand(), nor into a tensor of inference mode."""
+    repeats = tensor.layout is torch.strided and tensor.numel() > 1 and 0 in tensor.stride()
+    return not (repeats or tensor.is_inference())
 
 
 def _is_like(tensor: torch.Tensor, value: Any) -> bool:

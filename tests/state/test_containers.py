@@ -102,3 +102,14 @@ def test_a_break_writes_nothing_through_a_value_into_the_model(begun):
     state.best = model.weight.detach()
     state.undo()
     assert (model.weight.tolist(), state.best.tolist()) == (trained, [[0, 0]])
+
+
+@pytest.mark.parametrize("made", [torch.inference_mode, torch.no_grad])
+def test_a_break_replaces_what_nothing_can_be_written_into(begun, made):
+    """The result of an evaluation in inference mode, or of `expand()`: writing the commit's values into it would raise."""
+    state = begun(ObjectState(scores=None))
+    with made():
+        state.scores = torch.full((1,), 2.0).expand(3) if made is torch.no_grad else torch.full((3,), 2.0)
+    state.commit()
+    state.undo()
+    assert state.scores.tolist() == [2, 2, 2]
