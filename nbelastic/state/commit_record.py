@@ -20,6 +20,7 @@ class CommitRecord:
         self._buffers = [(own, dict(own.items())) for own in contents.buffers_of_layers if own]
         scalers = {name for name, value in contents.values.items() if is_grad_scaler(value)}
         self._small = {name: frozen_value(name, value) for name, value in contents.small(without=scalers).items()}
+        self._objects = {name: one for name, one in contents.values.items() if hasattr(one, "load_state_dict")}
         self._extra = contents.extra.copy()
         self._scalers = [RecordedScaler(contents.values[name]) for name in scalers]
         self._settings = [optimizers.settings(optimizer) for optimizer in contents.optimizers()]
@@ -34,6 +35,12 @@ class CommitRecord:
 
     def restore_small(self) -> None:
         """Small values, what layers keep beside parameters, and the buffers that models had; not the contents of those."""
+        values = self._contents.values
+        for name in self._small.keys() | self._objects.keys():
+            if name in self._objects:  # the program may have replaced a scheduler
+                values[name] = self._objects[name]
+            elif hasattr(values[name], "load_state_dict"):
+                values[name] = None
         self._contents.set_small(self._small)
         self._contents.extra.set(self._extra)
         for scaler in self._scalers:

@@ -1,4 +1,4 @@
-"""Lists and dicts of a state: whose objects they are after a break, on a newcomer, and of which class."""
+"""Lists, dicts and other small values: whose objects they are after a break, on a newcomer, and of which class."""
 
 from collections import Counter, OrderedDict, defaultdict
 
@@ -113,3 +113,17 @@ def test_a_break_replaces_what_nothing_can_be_written_into(begun, made):
     state.commit()
     state.undo()
     assert state.scores.tolist() == [2, 2, 2]
+
+
+def test_a_break_returns_to_the_objects_of_the_commit(begun):
+    """A new scheduler would get the values of the old one, and None would become a dict of them."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    warm_up = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    state = begun(TorchState(model=model, optimizer=optimizer, first=warm_up, second=warm_up, third=None))
+    state.commit()
+    state.first = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state.second, state.third = None, state.first
+    state.undo()
+    assert (state.first, state.second, state.third) == (warm_up, warm_up, None)
+    assert warm_up.last_epoch == 0
