@@ -112,6 +112,9 @@ class TensorSnapshot:
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
         known = [*self._copies.values()]
+        for one in known:
+            if not _fits(one.live, one):  # changed by resize_(), half() or through `.data`
+                one.live.data = torch.empty_like(one.copy, device=one.live.device)
         copy_all([one.copy for one in known], to=[one.live for one in known])
         if known:
             self._copies = {id(one.live): one._replace(version=_version_of(one.live)) for one in known}

@@ -82,3 +82,14 @@ def test_a_break_returns_to_those_of_the_commit(begun):
     state.generation_ended(aborted=True)
     assert caches(state) == ([0], None)
     assert not hasattr(state.model[0], "late")
+
+
+def test_a_break_returns_to_their_size(begun):
+    """A forward pass may also enlarge one in place, and a program its weights: what is then copied back has another shape."""
+    state = begun(made())
+    layer = state.model[0]
+    layer.table.resize_(4)
+    layer.layer.weight.data = torch.ones(2, 1, dtype=torch.float64)
+    state.generation_ended(aborted=True)
+    assert caches(state) == ([0], None)
+    assert (layer.layer.weight.shape, layer.layer.weight.dtype) == ((1, 1), torch.float32)
