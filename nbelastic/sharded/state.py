@@ -143,18 +143,20 @@ class ShardedState(State):
             raise UsageError("call bind(model=…, optimizer=…) before commit().")
         if not bound.has_stepped and session.on_any_rank(self._live_commit is not None and bound.accumulates):
             return
-        session.check(bound.device)
-        self.commits += 1
-        self._set_live()
-        if self.commits % self._every == 0:
-            self._replicate()
-        elif self._replication is not None:
-            self._absorb(self._replication.finish_if_done())
-        if not self._copies and self._live_commit is not None:  # every rank has filled its shard: it has made a step
-            self._holdings.keep_record(self._live_commit, self._live_record)
-        if session.checkpoints is not None:
-            session.checkpoints.committed(self)
-        session.committed(self.commits)
+        with torch.inference_mode(False):  # else no later commit could write into the copies
+            session.check(bound.device)
+            self.commits += 1
+            self._set_live()
+            if self.commits % self._every == 0:
+                self._replicate()
+            elif self._replication is not None:
+                self._absorb(self._replication.finish_if_done())
+            # Every rank has filled its shard: it has made a step.
+            if not self._copies and self._live_commit is not None:
+                self._holdings.keep_record(self._live_commit, self._live_record)
+            if session.checkpoints is not None:
+                session.checkpoints.committed(self)
+            session.committed(self.commits)
 
     def save(self, path: str | Path, *, keep: int = KEEP) -> Saving:
         """Write the state, as it is now, as a checkpoint into the folder `path`, which keeps the newest `keep`.

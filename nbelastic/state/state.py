@@ -113,23 +113,25 @@ class State:
         """
         if not self._steps.commit_counts():
             return
-        self._tensors.keep = bool(self._steps.copying) or self._session is None
-        self._tensors.in_background = self._steps.announces_changes
-        try:
-            self._record_commit(counted=self._session is not None)
-        except BaseException:  # a value cannot be recorded, or memory is short: copies and record are of two commits
-            self._tensors.keep = False
-            self._tensors.forget()
-            raise
-        self._steps.clear()
-        self.commits += 1
-        if self._session is None:
-            self._contents.committed(is_rank_0=True)
-        else:
-            self._replica.add(self.commits)
-            if self._session.checkpoints is not None:
-                self._session.checkpoints.committed(self)
-            self._session.committed(self.commits)
+        with torch.inference_mode(False):  # else no later commit could write into the copies
+            self._tensors.keep = bool(self._steps.copying) or self._session is None
+            self._tensors.in_background = self._steps.announces_changes
+            try:
+                self._record_commit(counted=self._session is not None)
+            except BaseException:
+                # A value cannot be recorded, or memory is short: copies and record are of two commits.
+                self._tensors.keep = False
+                self._tensors.forget()
+                raise
+            self._steps.clear()
+            self.commits += 1
+            if self._session is None:
+                self._contents.committed(is_rank_0=True)
+            else:
+                self._replica.add(self.commits)
+                if self._session.checkpoints is not None:
+                    self._session.checkpoints.committed(self)
+                self._session.committed(self.commits)
 
     def save(self, path: str | Path, *, keep: int = checkpoints.KEEP) -> Saving:
         """Write the state, as it is now, as a checkpoint into the folder `path`, which keeps the newest `keep`.

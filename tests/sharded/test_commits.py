@@ -23,10 +23,10 @@ class Session(FakeSession):
 
 
 @contextmanager
-def bound(monkeypatch, **small):
+def bound(monkeypatch, *, copies=0, **small):
     """A state of a world of one rank, to which a sharded model and its optimizer are bound."""
     monkeypatch.setattr(ranks, "device", lambda: torch.device("cpu"))
-    state = nbe.ShardedState(copies=0, **small)
+    state = nbe.ShardedState(copies=copies, **small)
     with fake_world(0, 1) as mesh:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
         fully_shard(model, mesh=mesh)
@@ -126,3 +126,12 @@ def test_after_an_aborted_step_a_scaler_unscales_the_gradients_of_each_optimizer
         state.generation_ended(aborted=True)
         state.sync(formation(0, 1, generation=2))
         assert not scaler._per_optimizer_states
+
+
+def test_a_commit_in_inference_mode(monkeypatch):
+    """A loop evaluates and commits there: the commits after it still write into its copies."""
+    with bound(monkeypatch, copies=1) as state:
+        for mode in (True, False, False):
+            with torch.inference_mode(mode):
+                state.commit()
+        assert state.commits == 3

@@ -172,3 +172,18 @@ def test_the_beginning_and_an_accepted_cell_are_recorded_whatever_was_counted(gr
     model[2].weight.data.fill_(4)
     state.restore()
     assert model[2].weight.eq(3).all()
+
+
+def test_a_commit_in_inference_mode(group, begun):
+    """A loop evaluates and commits there: the commits after it still write into its copies."""
+    model, optimizer = fused()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    for mode in (True, False):
+        step(model, optimizer)
+        step(model, optimizer)
+        with torch.inference_mode(mode):
+            state.commit()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    step(model, optimizer)
+    state.undo()
+    assert all(map(torch.equal, model.parameters(), before))
