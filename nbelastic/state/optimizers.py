@@ -73,8 +73,9 @@ def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> N
 
 
 def contents(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    """All of its live state, in the form in which it is sent: options, names of each group's parameters, entries."""
+    """All of its live state, in the form in which it is sent: class, options, names of each group's parameters, entries."""
     return {
+        "kind": type(optimizer).__name__,
         "groups": settings(optimizer),
         "names": [[names[p] for p in group["params"]] for group in optimizer.param_groups],
         "state": [dict(optimizer.state.get(p, {})) for p in parameters(optimizer)],
@@ -83,7 +84,8 @@ def contents(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> dict[st
 
 
 def check_groups(name: str, optimizer: Optimizer, wanted: dict[str, Any], names: Mapping[torch.Tensor, str]) -> None:
-    """StateError if `regroup` cannot make the sender's groups."""
+    """StateError if the sender's optimizer is of another class, or if `regroup` cannot make its groups."""
+    check_kind(name, optimizer, wanted.get("kind"), "the received state: make the same optimizer.")
     theirs, known = wanted["names"], set(names.values())
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     if any(here != there for here, there in zip(mine, theirs, strict=False)):
@@ -91,6 +93,13 @@ def check_groups(name: str, optimizer: Optimizer, wanted: dict[str, Any], names:
     missing = [key for group in theirs[len(mine) :] for key in group if key not in known]
     if missing:
         raise StateError(f"{name} has a group with {missing[0]} in the received state, and none here.")
+
+
+def check_kind(name: str, optimizer: Optimizer, wanted: str | None, source: str) -> None:
+    """StateError if the optimizer is of the class `wanted` there: its entries mean something else. None: it is not known."""
+    kind = type(optimizer).__name__
+    if wanted not in (None, kind):
+        raise StateError(f"the class of {name} is {kind} here and {wanted} in {source}")
 
 
 def regroup(optimizer: Optimizer, wanted: dict[str, Any], names: Mapping[torch.Tensor, str]) -> None:

@@ -112,3 +112,18 @@ def test_a_single_parameter(group, begun):
         scale.fill_(7)
     state.restore()
     assert (state.scale is scale, scale.item()) == (True, -1.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_an_optimizer_of_another_class_is_refused(tmp_path, kind):
+    """It would take over the learning rate and the entries, and fail at its first step or begin without momentum."""
+    model, optimizer = network()
+    saved = TorchState(model=model, optimizer=optimizer)
+    saved.save(tmp_path).wait()
+    other = TorchState(model=model, optimizer=kind(model.parameters(), lr=0.5))
+    if kind is torch.optim.SGD:
+        other.load(tmp_path)
+        return
+    with pytest.raises(StateError, match="the class of optimizer is Adam here and SGD in the received state"):
+        other.load(tmp_path)
+    assert other.optimizer.param_groups[0]["lr"] == 0.5
