@@ -120,7 +120,7 @@ def _keep_main() -> None:
 def _exit_code(end: SystemExit) -> int:
     """The exit code as the interpreter determines it: a text is printed, and the code is 1."""
     if end.code is None or isinstance(end.code, int):
-        return int(end.code or 0)
+        return int(end.code or 0) & 0xFF  # the rest is lost in a process's end: a parent reads 255 for -1
     print(end.code, file=sys.stderr)
     return 1
 

@@ -99,10 +99,20 @@ def test_the_number_of_threads_that_is_set_for_a_script(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "error"), [("3", 3, "exit code 3"), ("'no data'", 1, "exit code 1: no data"), ("0", 0, "")]
+    ("end", "code", "error"),
+    [
+        ("3", 3, "exit code 3"),
+        ("-1", 255, "exit code 255"),
+        ("'no data'", 1, "exit code 1: no data"),
+        ("256", 0, ""),
+        ("0", 0, ""),
+    ],
 )
 def test_an_exit_code_is_in_the_error_file(run, tmp_path, monkeypatch, end, code, error):
-    """By its time the rank that has failed first is found. The others, which have lost it, also write one."""
+    """By its time the rank that has failed first is found. The others, which have lost it, also write one.
+
+    The code is the one that a parent process reads: for `sys.exit(-1)` it is 255, and no signal is named.
+    """
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     run(f"raise SystemExit({end})", code=code)
     assert (tmp_path / "error.json").exists() == bool(error)
