@@ -158,8 +158,10 @@ def _reset_process(variables: tuple[str, ...]) -> None:
     process.name, process._identity = "MainProcess", ()
     vars(multiprocessing.process)["_parent_process"] = None
     mp.set_start_method(None, force=True)  # the fork inherits the fork server's; data loaders need Python's default
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-    sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)  # as with `python -u`
+    # Also by the names with which a script undoes a redirection
+    sys.stdin = sys.__stdin__ = open(os.devnull, encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _unbuffered(1)  # type: ignore[misc]  # as with `python -u`
+    sys.stderr = sys.__stderr__ = _unbuffered(2)  # type: ignore[misc]
     libc = ctypes.CDLL(None)
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IONBF, 0)  # also what libraries in C print
 

@@ -131,6 +131,14 @@ def test_what_c_code_prints(run, tmp_path, monkeypatch):
     assert (tmp_path / "out").read_text() == "from C, the end"
 
 
+def test_a_script_restores_its_output(run, monkeypatch):
+    """What a script prints after `sys.stdout = sys.__stdout__` is in the output at once, and so is not lost when it is killed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    out = "os.dup2(os.open('out', os.O_WRONLY | os.O_CREAT, 0o600), 1)"
+    restored = "sys.stdout = sys.__stdout__", "print('restored')", "print(open('out').read(), file=sys.__stderr__)"
+    assert run("import os, sys", out, *restored) == "restored\n\n"
+
+
 def test_each_script_has_random_numbers_of_its_own(run):
     """A rank that sets no seed draws other numbers than the others on its host, and than before a restart, as in new interpreters."""
     draw = "import numpy, random, sys", "print(numpy.random.rand(), random.random(), file=sys.stderr)"
