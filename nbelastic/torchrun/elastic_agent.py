@@ -25,7 +25,7 @@ from nbelastic.torchrun.output import WorkerLogs
 from nbelastic.torchrun.rendezvous import DriverRendezvous
 from nbelastic.torchrun.tracebacks import first_line, user_traceback
 
-TAIL = 4000  # bytes of a worker's stderr that are searched for a traceback if it left no error file
+TAIL = 1 << 16  # bytes of a worker's stderr that are searched for a traceback if it left no error file
 
 
 def worker_spec(script: agent_messages.Script, rendezvous: DriverRendezvous, variables: tuple[str, ...]) -> WorkerSpec:

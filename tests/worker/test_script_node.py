@@ -103,6 +103,16 @@ def test_an_error_file_that_torch_cannot_read_is_set_aside(tmp_path, monkeypatch
     assert (tmp_path / "a-0-1.error.unreadable").read_text() == left
 
 
+def test_a_long_traceback_of_a_new_interpreter(tmp_path):
+    """A cold script's traceback through a model's many layers is in the error from its first frame on."""
+    frames = ["Traceback (most recent call last):", *[f'  File "model.py", line {n}, in forward' for n in range(200)]]
+    text = "\n".join([*frames, "ValueError: shape"])
+    (tmp_path / "a-0-1.err").write_text(f"starts\n{text}")
+    agent = object.__new__(ElasticAgent)
+    agent._logs = SimpleNamespace(error_files={0: tmp_path / "a-0-1.error.json"})
+    assert agent._failure(0, 0, 1).traceback == text
+
+
 def test_torchs_agent_may_run_in_a_thread(monkeypatch):
     """`elastic_launch` in a notebook's thread: only the main thread may set signal handlers, so none is set there."""
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")
