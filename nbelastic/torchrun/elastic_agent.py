@@ -68,6 +68,7 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
         self._script, self._logs, self._send = script, logs, send
         self._host = ""
         self._round = 0
+        self._start_error = ""  # why the script's command could not be executed in this round
         self.workers: tuple[tuple[int, ...], int] = ((), 0)  # pids by local rank, and their round
 
     def begin_round(self, new_round: node_messages.Round) -> None:
@@ -85,7 +86,14 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
             worker_env.setdefault(name, value)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._start_error = ""
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        except OSError as error:
+            if error.filename != worker_group.spec.entrypoint:
+                raise
+            self._start_error = first_line(str(error))  # a failure of the script: the next try would end as this one
+            return {}
         self.workers = (tuple(pids[rank] for rank in sorted(pids)), self._round)
         self._send(sev.NodeStarted(self._host, self._round, self.workers[0]))
         return pids
@@ -105,6 +113,10 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
             Path(path).unlink(missing_ok=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._start_error:
+            failure = sev.Failure(worker_group.workers[0].global_rank, 0, 1, self._start_error)
+            self._send(sev.NodeFailed(self._host, self._round, (failure,)))
+            return RunResult(WorkerState.FAILED)
         self._note_ends_without_value()
         self._set_aside_unreadable_error_files()
         result = super()._monitor_workers(worker_group)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import script_events as sev
 from nbelastic.torchrun import external_node, output, rendezvous
-from nbelastic.torchrun.elastic_agent import ElasticAgent
+from nbelastic.torchrun.elastic_agent import ElasticAgent, worker_spec
 from nbelastic.torchrun.external_node import ExternalRendezvous
 from nbelastic.torchrun.node import Node
 from nbelastic.transport.client import Client
@@ -86,12 +86,40 @@ def test_workers_have_their_time_to_save_though_a_node_is_ended_twice(tmp_path, 
     assert ended == [30]
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch leaves its log files open then
+@pytest.mark.parametrize(("program", "error"), [("missing", "No such file"), ("train.sh", "Permission denied")])
+def test_a_program_that_cannot_be_executed(tmp_path, monkeypatch, program, error):
+    """It is a failure of the script as any other, not of the host, which would be tried again without an end."""
+    (tmp_path / "train.sh").touch(0o600)
+    sent, rounds = [], []
+    script = agent_messages.Script("job-1", str(tmp_path / program), no_python=True)
+
+    def rendezvous_once(agent, group):
+        if rounds:
+            raise SystemExit  # the driver ends the job
+        rounds.append(1)
+        group.store, group.group_rank, group.group_world_size = object(), 0, 1
+        group.workers = [Worker(local_rank=0, global_rank=3, role_rank=3, world_size=4, role_world_size=4)]
+        group.master_addr, group.master_port = "127.0.0.1", 4000
+
+    monkeypatch.setattr(ElasticAgent, "_rendezvous", rendezvous_once)
+    handler = SimpleNamespace(use_agent_store=True, get_run_id=lambda: "job-1", shutdown=lambda: True)
+    agent = ElasticAgent(
+        worker_spec(script, handler, ()), script, output.WorkerLogs(tmp_path, "a", "0", "0"), sent.append
+    )
+    with pytest.raises(SystemExit):
+        agent._invoke_run()
+    assert [(type(event), event.failures[0].rank) for event in sent] == [(sev.NodeFailed, 3)]
+    assert error in sent[0].failures[0].error
+
+
 @pytest.mark.parametrize("left", ["", "{", "[]", '{"message": {}}', '{"message": "no", "timestamp": "soon"}'])
 def test_an_error_file_that_torch_cannot_read_is_set_aside(tmp_path, monkeypatch, left):
     """The disk was full when a worker wrote it: the worker has failed, and torch's agent goes on."""
     path = tmp_path / "a-0-1.error.json"
     path.write_text(left)
     agent = object.__new__(ElasticAgent)
+    agent._start_error = ""
     agent._logs = SimpleNamespace(error_files={0: path})
     agent._pcontext = SimpleNamespace(_pc=SimpleNamespace(processes=[SimpleNamespace(exitcode=1)]))
     monkeypatch.setattr(
