@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -55,9 +56,13 @@ def script_request(
     check(not (given.get("module") and given.get("no_python")), "module and no_python exclude each other.")
     check(restarts >= 0, f"max_restarts={restarts}: at least 0.")
     check(nproc is None or nproc >= 1, f"nproc={nproc}: at least 1.")
-    check(given.get("monitor_interval", 1) > 0, "monitor_interval: more than 0 seconds.")
+    check(0 < given.get("monitor_interval", 1) < math.inf, "monitor_interval: more than 0 seconds, and finite.")
     for name in ("exit_barrier_timeout", "shutdown_timeout"):
-        check(given.get(name, 0) >= 0, f"{name}={given.get(name)}: at least 0 seconds.")
+        check(0 <= given.get(name, 0) < math.inf, f"{name}={given.get(name)}: at least 0 seconds, and finite.")
+    words = tuple(str(each) for each in arguments)
+    check(
+        not any("\0" in word for word in words), "an argument of the script has a zero byte: no process can have one."
+    )
     check_environment(environment)
     for name in ("redirects", "tee"):
         text = given[name] = str(given.get(name, "0"))
@@ -67,7 +72,7 @@ def script_request(
     script = agent_messages.Script(
         "",
         _target(path, bool(given.get("module")), bool(given.get("no_python"))),
-        tuple(str(each) for each in arguments),
+        words,
         environment=environment,
         cwd=settings.cwd or os.getcwd(),
         exit_barrier=float(given.pop("exit_barrier_timeout", 300.0)),

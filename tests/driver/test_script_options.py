@@ -11,9 +11,9 @@ import nbelastic as nbe
 from nbelastic.client.script_options import script_request
 
 
-def request(**options):
+def request(*arguments, **options):
     settings = SimpleNamespace(cwd=None, environment={})
-    return script_request(__file__, (), options, settings)
+    return script_request(__file__, arguments, options, settings)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,9 @@ def request(**options):
         ({"env": ["A=1"]}, "env must be a dict, not a list"),
         ({"role": 5}, "role must be text"),
         ({"shutdown_timeout": -1}, "shutdown_timeout=-1: at least 0 seconds"),
+        ({"shutdown_timeout": float("inf")}, "shutdown_timeout=inf: at least 0 seconds, and finite"),
+        ({"exit_barrier_timeout": float("inf")}, "exit_barrier_timeout=inf: at least 0 seconds, and finite"),
+        ({"monitor_interval": float("inf")}, "monitor_interval: more than 0 seconds, and finite"),
         ({"env": {"LR=": "1"}}, "env: 'LR=' cannot be a variable"),
         ({"env": {"": "1"}}, "env: '' cannot be a variable"),
         ({"env": {"KEY": "1\0"}}, "env: 'KEY' cannot be a variable"),
@@ -34,6 +37,13 @@ def test_wrong_options_are_one_line(options, text):
     """A wrong type, a negative time, and a variable that no process can have: else each host's node would fail for it."""
     with pytest.raises(nbe.UsageError, match=text):
         request(**options)
+
+
+def test_an_argument_that_no_process_can_have():
+    """It is refused, as are such variables. Empty ones, and ones with spaces, are passed on."""
+    with pytest.raises(nbe.UsageError, match="an argument of the script has a zero byte"):
+        request("--name", "a\0b")
+    assert request("", "a b", 1.5).script.arguments == ("", "a b", "1.5")
 
 
 def test_right_options():
