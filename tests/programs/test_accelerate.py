@@ -87,7 +87,7 @@ def test_the_second_gpu_of_a_host_has_number_0_in_its_process(accelerator, monke
     found = []
     monkeypatch.setattr(elastic.ranks, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(elastic.ranks, "local_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids: found.append(device_ids))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **options: found.append(options["device_ids"]))
     monkeypatch.setattr(
         torch.nn.parallel,
         "DistributedDataParallel",
