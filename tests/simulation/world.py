@@ -192,12 +192,15 @@ class World:
         """The job has failed: no worker could help, or the user has removed those that could. The user runs another one."""
         is_full = len(self._before.members) >= self._before.limits.most
         surplus = self._before.stopped if is_full else ()  # as the user has lowered max
+        changes = [event for _, event in self.events if isinstance(event, ev.HostAdded | ev.HostRemoved)]
+        newest = {each.name if isinstance(each, ev.HostRemoved) else each.host.name: each for each in changes}
         users_order = "was removed at once" in command.reason or "only hosts that end hold" in command.reason
         for worker in () if users_order else self.workers():
             facts = worker.protocol.facts
             holds = facts.holds_state and facts.state_since >= self.cluster.last_formed  # not that of an older world
             helps = worker.job == command.job and holds and not worker.is_stopped
             ends = worker.id in self.drivers.told_to_end or worker.id in surplus
+            ends = ends or getattr(newest.get(worker.id.host), "now", False)  # the user has removed its host at once
             wanted = worker.id in self.cluster.workers and not ends
             reachable = wanted and self.network.joined(worker.id.host, DRIVER)
             assert not (helps and reachable), f"{command.reason}: yet {worker.id} holds the state"
@@ -320,10 +323,8 @@ class World:
     @property
     def newest_commit(self) -> int:
         """Of the present job."""
-        return max(
-            (number for job, number in self.trained if self.cluster.job is not None and job == self.cluster.job.name),
-            default=0,
-        )
+        present = self.cluster.job.name if self.cluster.job is not None else ""
+        return max((number for job, number in self.trained if job == present), default=0)
 
     def workers(self) -> list[Worker]:
         """All that live, also those that the driver has given up."""
