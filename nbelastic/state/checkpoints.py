@@ -224,15 +224,20 @@ def _load_one(state: State, path: Path) -> Path:
         described = checkpoint.read_description(path, manifest)
     except OSError as error:  # it has been removed since
         raise StateError(reason(error)) from None
-    tensors, mine = manifest.tensors[1:], state._live()["requires_grad"]
+    tensors, mine = manifest.tensors[1:], state._live()
     try:
         state._accept(described, state._device(), lambda places: checkpoint.read_tensors(path, tensors, places))
     except Exception as error:  # noqa: BLE001  (of the user's scheduler, for example)
         raise StateError(f"it does not fit this state: {reason(error)}") from None
-    other = [name for name, value in state._live()["requires_grad"].items() if value != mine.get(name)]
+    now = state._live()
+    other = [name for name, value in now["requires_grad"].items() if value != mine["requires_grad"].get(name)]
     if other:
         more = f" and of {len(other) - 1} more" if other[1:] else ""
         print_line(f"requires_grad of {other[0]}{more} is as in {path.name}, and not as the program has set it.")
+    for name, contents in mine["optimizers"].items():
+        for group in contents["names"][len(now["optimizers"][name]["names"]) :]:
+            more = f" and {len(group) - 1} more" if group[1:] else ""
+            print_line(f"{name} does not train {''.join(group[:1])}{more}: it has no such group in {path.name}.")
     return path
 
 

@@ -44,6 +44,19 @@ def test_groups_added_after_the_commit_are_removed(group, begun):
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
 
 
+def test_a_group_that_a_checkpoint_lacks_is_named(tmp_path, capsys):
+    """The program was changed since: the parameters of its new group are not trained, and a line says so."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    state = TorchState(model=model, optimizer=optimizer)
+    path = state.save(tmp_path).wait()
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    state.load(tmp_path)
+    assert len(optimizer.param_groups) == 1
+    line = f"nbelastic: optimizer does not train model.0.weight and 1 more: it has no such group in {path.name}."
+    assert line in capsys.readouterr().err.splitlines()
+
+
 def test_a_newcomer_gets_the_groups_that_were_added(group, begun):
     """The newcomer's optimizer lacks the added group, and makes it from its own parameters, by name."""
     (model, optimizer), (mine, fresh) = unfreezing(1), unfreezing(2)
