@@ -93,22 +93,15 @@ class EventLog:
         lost: int | None = None,
     ) -> None:
         """Add a record for users. `size`: of the world. `lost`: see `EventRecord`."""
-        self._write(self._add(command, now, size, took, lost))
-
-    def _add(
-        self,
-        command: cmd.Record,
-        now: float,
-        size: int,
-        took: dict[str, float] | None = None,
-        lost: int | None = None,
-    ) -> dict[str, object]:
-        """Keep a record in memory. Returns its line."""
         if command.kind == "job-started":
             self.lost_steps.begin_job()
             self._leave_at, self._took_before_leave = 0.0, {}  # of the previous job's end
         place = command.host, command.worker, command.generation
         record = EventRecord(time.time(), command.kind, command.text, *place, took or {}, size, lost)
+        self._write(self._keep(record, now))
+
+    def _keep(self, record: EventRecord, now: float) -> dict[str, object]:
+        """Keep the record in memory. Returns its line."""
         self.records.append(record)
         self.count += 1
         self.counts[record.kind] += 1
@@ -182,7 +175,8 @@ class EventLog:
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 text = f"lines are missing in the event log: {error}"
-                self._gap = (self._add(cmd.Record("log-incomplete", text), time.monotonic(), 0),)
+                record = EventRecord(time.time(), kind="log-incomplete", text=text)
+                self._gap = (self._keep(record, time.monotonic()),)
 
     def _begin_new_file(self) -> None:
         """Rename the full file and open a new one. If that fails, later lines go to the full file."""

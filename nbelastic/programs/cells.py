@@ -46,7 +46,7 @@ async def run(
         try:
             with _collected_tracebacks(shell) as shown, end_forked_children() as end_child:
                 result = await _run(shell, cell, interrupts)
-                end_child(result.error_before_exec or result.error_in_exec)
+                end_child(_raised(result))
                 error, traceback = _outcome(shell, result, shown, show)
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
             error = traceback = _in_one_line(failed)
@@ -72,7 +72,7 @@ def run_at_commit(
         try:
             with _collected_tracebacks(shell) as shown, limited, end_forked_children() as end_child:
                 result = shell.run_cell(cell.source, store_history=False)
-                end_child(result.error_before_exec or result.error_in_exec)
+                end_child(_raised(result))
                 error, traceback = _outcome(shell, result, shown, show)
             result.result = None
         except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
@@ -160,9 +160,15 @@ def _outcome(shell: Any, result: Any, shown: list[str], show: Callable[[str], ob
     return error, traceback
 
 
+def _raised(result: Any) -> BaseException | None:
+    """What the cell has raised, if anything: its syntax may be wrong."""
+    error: BaseException | None = result.error_before_exec or result.error_in_exec
+    return error
+
+
 def _error_of(result: Any, shown: list[str]) -> tuple[str, str]:
     """The cell's error in one line, and its traceback as IPython has shown it; both are empty without an error."""
-    error = result.error_before_exec or result.error_in_exec
+    error = _raised(result)
     if error is None:
         return "", ""
     line = _in_one_line(error)

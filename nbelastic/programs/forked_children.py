@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from nbelastic.programs.tracebacks import describe
+from nbelastic.system.processes import exit_code_of
 
 
 @contextmanager
@@ -36,16 +37,8 @@ def _end_unless(pid: int, error: BaseException | None) -> None:
     status = 1
     try:
         with suppress(Exception):  # the disk is full
-            status = _status_after(error)
+            status = exit_code_of(error if isinstance(error, SystemExit) else SystemExit(error and describe(error)))
             sys.stdout.flush()
             sys.stderr.flush()
     finally:
         os._exit(status)
-
-
-def _status_after(error: BaseException | None) -> int:
-    code = error.code if isinstance(error, SystemExit) else error and describe(error)
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1

@@ -87,6 +87,14 @@ def disown(child: subprocess.Popen[bytes]) -> None:
         threading.Thread(target=child.wait, name="nbelastic-disown", daemon=True).start()
 
 
+def exit_code_of(end: SystemExit) -> int:
+    """The exit code as the interpreter determines it: another code than an int is printed, and 1 is returned."""
+    if end.code is None or isinstance(end.code, int):
+        return int(end.code or 0) & 0xFF  # the rest is lost in a process's end: a parent reads 255 for -1
+    print(end.code, file=sys.stderr)
+    return 1
+
+
 def last_output(log: Path, begin: int = 0) -> str:
     """The last `OUTPUT` bytes of a file after its first `begin` bytes; empty if the file is missing.
 

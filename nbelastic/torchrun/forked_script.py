@@ -25,7 +25,7 @@ from multiprocessing import connection
 from typing import Any
 
 from nbelastic.protocol.exit_codes import exit_text
-from nbelastic.system.processes import kill_group, reseed
+from nbelastic.system.processes import exit_code_of, kill_group, reseed
 from nbelastic.torchrun.tracebacks import user_frames, user_traceback
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -52,7 +52,7 @@ def run_script(target: str, module: bool, variables: tuple[str, ...], *arguments
     try:
         _run(target, module, arguments)
     except SystemExit as end:
-        if code := _exit_code(end):
+        if code := exit_code_of(end):
             _write_error_file(f"{exit_text(code)}: {end.code}" if isinstance(end.code, str) else exit_text(code))
             raise SystemExit(code) from None
     except KeyboardInterrupt:
@@ -115,14 +115,6 @@ def _keep_main() -> None:
             """Do not restore the template's module."""
 
     runner._TempModule = Kept
-
-
-def _exit_code(end: SystemExit) -> int:
-    """The exit code as the interpreter determines it: a text is printed, and the code is 1."""
-    if end.code is None or isinstance(end.code, int):
-        return int(end.code or 0) & 0xFF  # the rest is lost in a process's end: a parent reads 255 for -1
-    print(end.code, file=sys.stderr)
-    return 1
 
 
 def _write_error_file(message: str) -> None:
