@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from nbelastic import ElasticSampler, UsageError
 from nbelastic.worker import session
+from tests.programs.integrations import import_integration
 from tests.sharded.fake_world import fake_world
 from tests.state.conftest import formation
 
@@ -27,11 +28,7 @@ DATA = list(range(10))
 
 @pytest.fixture(scope="module")
 def integration():
-    """Imported late, because Accelerate takes seconds; its warnings are its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("accelerate")
-        return import_module("nbelastic.integrations.accelerate_sharding")
+    return import_integration("accelerate", "accelerate_sharding")
 
 
 def test_fsdp1_is_refused(integration, monkeypatch):

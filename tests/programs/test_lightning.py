@@ -16,17 +16,14 @@ from torch.utils.data import (
 )
 
 from nbelastic import UsageError
+from tests.programs.integrations import import_integration
 
 DATA = list(range(10))
 
 
 @pytest.fixture(scope="module")
 def integration():
-    """Imported late, because Lightning takes seconds; its warnings are its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("lightning")
-        return import_module("nbelastic.integrations.lightning")
+    return import_integration("lightning", "lightning")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Trainings with the Lightning integration in a world of one rank, which is lost or joined in the middle."""
 
-import warnings
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -10,29 +9,31 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nbelastic.worker import session
+from tests.programs.integrations import import_integration
 from tests.state.conftest import formation
 
 
 @pytest.fixture(scope="module")
 def integration():
-    """Imported late, because Lightning takes seconds; its warnings are its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("lightning")
-        return import_module("nbelastic.integrations.lightning")
+    return import_integration("lightning", "lightning")
 
 
 class LostError(Exception):
     """A rank is lost."""
 
 
+def train_until_lost(train, state):
+    """The world is lost in the training."""
+    with pytest.raises(LostError):
+        train(state)
+    state.generation_ended(aborted=True)
+
+
 def trained_twice(train):
     """In place of `elastic`: the world is lost once."""
 
     def loop(state):
-        with pytest.raises(LostError):
-            train(state)
-        state.generation_ended(aborted=True)
+        train_until_lost(train, state)
         train(state)
 
     return loop
@@ -43,9 +44,7 @@ def lost(sent):
 
     def elastic(train):
         def loop(state):
-            with pytest.raises(LostError):
-                train(state)
-            state.generation_ended(aborted=True)
+            train_until_lost(train, state)
             sent.update(state._contents.small(), commits=state.commits)
 
         return loop
@@ -109,7 +108,7 @@ def module(integration):
 
 @pytest.mark.parametrize(("steps", "lost_in", "expected"), [(4, 0, "vvet"), (4, 1, "veet"), (3, 0, "eet")])
 @pytest.mark.filterwarnings("ignore")
-def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(integration, alone, steps, lost_in, expected):
+def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(alone, module, steps, lost_in, expected):
     """With `max_steps` all steps are done then. The epoch's last hooks save its checkpoint and log its metrics."""
     seen = []
 
@@ -118,57 +117,33 @@ def test_a_loss_behind_the_last_step_leaves_out_no_validation_and_no_end(integra
         if len(seen) == lost_in + 1:
             raise LostError
 
-    class Module(integration.L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch, _):
-            return self.layer(batch).square().mean()
-
-        def validation_step(self, *_):
-            note("v")
-
-        def on_train_epoch_end(self):
-            note("e")
-
-        def on_train_end(self):
-            seen.append("t")
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    mine = module(
+        validation_step=lambda *_: note("v"),
+        on_train_epoch_end=lambda _: note("e"),
+        on_train_end=lambda _: seen.append("t"),
+    )
     data = DataLoader(torch.randn(8, 1), batch_size=2), DataLoader(torch.ones(1, 1))
-    trainer = alone(Module(), trained_twice, *data, max_steps=steps)
+    trainer = alone(mine, trained_twice, *data, max_steps=steps)
     assert "".join(seen) == expected
     assert trainer.global_step == steps
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_lightning_resumes_with_the_next_batch(integration, alone, tmp_path):
+def test_a_checkpoint_of_lightning_resumes_with_the_next_batch(alone, module, tmp_path):
     """Also one that a callback saves right after a batch, and one of the last batch, which is smaller."""
 
-    class Module(integration.L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.seen = torch.nn.Linear(1, 1), []
-
-        def training_step(self, batch, _):
-            self.seen.append(batch.flatten().tolist())
-            return self.layer(batch).square().mean()
-
-        def on_train_batch_end(self, *_):
-            path = tmp_path / f"{self.trainer.global_step}.ckpt"
-            if not path.exists():  # only in the first training
-                self.trainer.save_checkpoint(path)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    def save(mine, *_):
+        path = tmp_path / f"{mine.trainer.global_step}.ckpt"
+        if not path.exists():  # only in the first training
+            mine.trainer.save_checkpoint(path)
 
     def train(*checkpoint):
-        module, loader = Module(), DataLoader(torch.arange(5.0)[:, None], batch_size=2, shuffle=True)
-        alone(module, lambda train: train, loader, None, None, *checkpoint, max_epochs=2)
-        return module.seen
+        seen, loader = [], DataLoader(torch.arange(5.0)[:, None], batch_size=2, shuffle=True)
+        mine = module(
+            on_train_batch_start=lambda _, batch, __: seen.append(batch.flatten().tolist()), on_train_batch_end=save
+        )
+        alone(mine, lambda train: train, loader, None, None, *checkpoint, max_epochs=2)
+        return seen
 
     whole = train()
     assert [len(batch) for batch in whole] == [2, 2, 1] * 2
@@ -177,30 +152,23 @@ def test_a_checkpoint_of_lightning_resumes_with_the_next_batch(integration, alon
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_newcomer_that_is_left_alone_ends_the_epoch_with_what_the_others_had_summed_up(integration, alone):
+def test_a_newcomer_that_is_left_alone_ends_the_epoch_with_what_the_others_had_summed_up(alone, module):
     """Its own mean would be 0 / 0, which ends the training if early stopping looks at it."""
     sent, means = {}, []
 
-    class Module(integration.L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, _):
+        self.log("mean", batch.mean(), on_step=False, on_epoch=True, sync_dist=True)
+        return self.layer(batch).square().mean()
 
-        def training_step(self, batch, _):
-            self.log("mean", batch.mean(), on_step=False, on_epoch=True, sync_dist=True)
-            return self.layer(batch).square().mean()
+    def on_train_epoch_end(self):
+        means.append(self.trainer.callback_metrics["mean"].item())
+        if len(means) == 2:
+            raise LostError
 
-        def on_train_epoch_end(self):
-            means.append(self.trainer.callback_metrics["mean"].item())
-            if len(means) == 2:
-                raise LostError
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    methods = {"training_step": training_step, "on_train_epoch_end": on_train_epoch_end}
     loader = DataLoader(torch.tensor([[1.0], [2.0], [6.0], [7.0]]), batch_size=2)
     for loop in (lost(sent), joins(sent)):
-        alone(Module(), loop, loader, max_epochs=3)
+        alone(module(**methods), loop, loader, max_epochs=3)
     assert means == [4.0] * 4
 
 

@@ -1,6 +1,5 @@
 """What the Trainer integration refuses and changes. `tests/process/test_frameworks.py` trains with it."""
 
-import warnings
 from datetime import date
 from importlib import import_module
 from types import SimpleNamespace
@@ -11,16 +10,13 @@ import torch
 
 from nbelastic import UsageError
 from nbelastic.worker import session
+from tests.programs.integrations import import_integration
 from tests.state.conftest import formation
 
 
 @pytest.fixture(scope="module")
 def integration():
-    """Imported late, because Transformers takes seconds; its warnings are its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("transformers")
-        return import_module("nbelastic.integrations.transformers")
+    return import_integration("transformers", "transformers")
 
 
 @pytest.fixture
