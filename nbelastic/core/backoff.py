@@ -49,7 +49,12 @@ def host_backoff(cluster: ClusterState, host: Host, now: float) -> tuple[int, fl
     """
     healthy = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
     failures = 1 if healthy else host.failures + 1
-    return failures, max(AGENT_RETRY, backoff_seconds(cluster.limits, failures))
+    return failures, host_wait(cluster, failures)
+
+
+def host_wait(cluster: ClusterState, failures: int) -> float:
+    """Seconds until a host is tried again after so many failures."""
+    return max(AGENT_RETRY, backoff_seconds(cluster.limits, failures))
 
 
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:

@@ -164,13 +164,20 @@ def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Command
 def agent_lost(
     cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
 ) -> ClusterState:
-    """Handle the loss of a host's agent. The host is tried again after a back-off; a draining one is removed."""
+    """Handle the loss of a host's agent. The host is tried again after a back-off; a draining one is removed.
+
+    A host that is down for days is recorded until its back-off is at its longest, and later only for another reason.
+    """
     host, cluster = cluster.hosts[name], _forget_agent(_stop_probing(cluster, name), name)
     if host.phase is HostPhase.DRAINING or name in cluster.ending:
         out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
         return _remove(cluster, name)
     failures, wait = backoff.host_backoff(cluster, host, now)
-    out.append(cmd.Record(kind, f"{name}: {reason}; tried again in {wait:g} s", host=name))
+    text = f"{name}: {reason}; tried again in {wait:g} s"
+    if host.is_up or not host.failures:
+        out.append(cmd.Record(kind, text, host=name))
+    elif reason != host.reason or wait != backoff.host_wait(cluster, host.failures):
+        out.append(cmd.Record("host-still-down", text, host=name))
     host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, retry_at=now + wait)
     cluster = replace(cluster, wake_at=min(cluster.wake_at, host.retry_at))
     return with_host(cluster, with_slots(host, tuple(replace(slot, busy=False) for slot in host.slots)))

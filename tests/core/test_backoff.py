@@ -183,6 +183,20 @@ def test_a_healthy_spell_clears_a_hosts_failures():
     assert story.cluster.hosts["a"].retry_at == story.now + 5.0
 
 
+def test_a_host_that_is_down_for_days_leaves_room_for_other_records():
+    """It is lost once: recorded while its back-off grows, then only for another reason. Its next loss is one again."""
+    story = Story("a:1", min=1, cooldown=(5.0, 20.0)).answer()
+    for reason in ("no route", *["no route"] * 20, "no space", "no space", "no route"):
+        story.send(ev.AgentLost("a", reason))
+        story.wait(story.cluster.hosts["a"].retry_at - story.now)
+    assert story.records("host-lost") == ["a: no route; tried again in 5 s"]
+    again = [("no route", 10), ("no route", 20), ("no space", 20), ("no route", 20)]
+    assert story.records("host-still-down") == [f"a: {why}; tried again in {wait} s" for why, wait in again]
+    story.answer()
+    story.send(ev.AgentLost("a", "no route"))
+    assert story.records("host-lost")[1:] == ["a: no route; tried again in 20 s"]
+
+
 def test_a_loss_that_is_reported_twice_counts_once():
     """The server and the launcher both report an agent's end: the core counts one failure and one back-off."""
     story = Story("a:1", min=1).answer()
