@@ -10,20 +10,14 @@ from tests.docs.draw_states import PAGE, STAGES, diagrams, drawn, redraw
 WRITE = "draw them again: python -m tests.docs.draw_states --write"
 
 
-@pytest.fixture(scope="module")
-def now() -> tuple[str, str]:
-    return diagrams()
-
-
 @pytest.mark.soak(share=0.3)
-def test_the_page_shows_what_the_code_does(now):
-    """Every transition that can be seen is drawn, with what causes it, and no other."""
-    assert drawn(PAGE.read_text()) == list(now), WRITE
+def test_the_page_shows_what_the_code_does():
+    """Every transition that can be seen is drawn, with what causes it, and no other.
 
-
-def test_the_walks_see_every_state(now):
-    """The walks reach every state, so that no diagram lacks one; a lost worker has left the cluster."""
-    workers, stages = now
+    The walks reach every state, so that no diagram lacks one; a lost worker has left the cluster.
+    """
+    workers, stages = diagrams()
+    assert drawn(PAGE.read_text()) == [workers, stages], WRITE
     assert {state for state in WorkerState if f"--> {state}:" not in workers} == {WorkerState.LOST}
     assert all(f"--> {stage}:" in stages for stage in STAGES)
 

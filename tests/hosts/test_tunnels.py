@@ -49,6 +49,7 @@ def test_hosts_behind_a_firewall_train(network, trains):
     assert [row[1].strip() for row in training.cluster.execute("print(6 * 7)", timeout=LONG)] == ["42", "42"]
 
 
+@pytest.mark.soak(share=0.3)
 def test_a_broken_ssh_connection_costs_no_step(network, trains):
     """The ssh client of a host is killed, five times: its worker trains on in the same generation, and obeys orders afterwards."""
     training = trains("h1:1,h2:1", min=1)

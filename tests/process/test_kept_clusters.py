@@ -62,9 +62,9 @@ def test_a_killed_driver_costs_no_step(kept):
     ("part", "first"),
     [
         ("worker", "kernel"),
-        ("agent", "part"),
-        ("template", "kernel"),
-        ("controller", "part"),
+        pytest.param("agent", "part", marks=pytest.mark.soak(share=0.3)),
+        pytest.param("template", "kernel", marks=pytest.mark.soak(share=0.3)),
+        pytest.param("controller", "part", marks=pytest.mark.soak(share=0.3)),
         pytest.param("worker", "part", marks=pytest.mark.soak(seconds=15)),
         pytest.param("agent", "kernel", marks=pytest.mark.soak(seconds=15)),
         pytest.param("template", "part", marks=pytest.mark.soak(seconds=15)),

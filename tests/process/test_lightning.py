@@ -81,6 +81,7 @@ def test_fabric_trains_on(trains):
     assert "tensors are copied" not in training.job.logs()
 
 
+@pytest.mark.soak(share=0.3)
 def test_what_callbacks_change_is_recovered(make, tmp_path):
     """An average of the weights, layers that are unfrozen, and another accumulation per epoch end as in one process.
 

@@ -31,6 +31,7 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
         yield cluster
 
 
+@pytest.mark.soak(share=0.3)
 def test_two_terminals_and_a_host_train_together(lone, tmp_path):
     """The torchruns of terminals become hosts with ranks; one is killed, one leaves cleanly, one ends with the script."""
     training = ScriptTraining(lone, tmp_path / "training")
