@@ -22,10 +22,10 @@ def record_failure(
 ) -> ClusterState:
     """Count the loss of a worker as a failure of its slot. The first restart comes `at_once`, then the back-off doubles.
 
-    A worker that lived for `healthy` seconds clears earlier failures.
+    A worker that lived for `healthy` seconds clears earlier failures, unless it never came up.
     """
     slot = cluster.hosts[w.host].slots[w.slot]
-    healthy = now - cluster.workers[w].since >= cluster.limits.healthy
+    healthy = w not in cluster.unregistered and now - cluster.workers[w].since >= cluster.limits.healthy
     failures = 1 if healthy else slot.failures + 1
     wait = backoff_seconds(cluster.limits, failures - 1 if at_once else failures)
     slot = replace(slot, failures=failures, restarts=slot.restarts + 1, busy=False, reason="")
@@ -35,6 +35,17 @@ def record_failure(
     out.append(cmd.Record("slot-backoff", reason, host=w.host, worker=str(w)))
     cluster = with_slot(cluster, w, replace(slot, backoff_until=now + wait, reason=reason))
     return with_host(cluster, replace(cluster.hosts[w.host], reason=reason))
+
+
+def fails_as_before(cluster: ClusterState, w: WorkerId, why: str) -> bool:
+    """Whether the worker never came up, as the one before it, for the same reason, and the back-off is the longest already.
+
+    It is not recorded then: a slot may fail for days.
+    """
+    slot, before = cluster.hosts[w.host].slots[w.slot], replace(w, incarnation=w.incarnation - 1)
+    is_longest = 0 < backoff_seconds(cluster.limits, slot.failures - 1) == cluster.limits.cooldown[1]
+    is_same = why_in_backoff(slot).removeprefix(str(before)) == why.removeprefix(str(w))
+    return w in cluster.unregistered and is_longest and is_same
 
 
 def why_in_backoff(slot: Slot) -> str:

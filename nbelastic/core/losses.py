@@ -67,11 +67,15 @@ def worker_lost(
         cluster = free_slot(cluster, w)
         why = f"{w} was stopped"
     else:
+        out_if_new = out
         if blameless:
             cluster = free_slot(cluster, w, restarts=1)
         else:
-            cluster = backoff.record_failure(_reset_unexplained(cluster, (w,)), w, why, now, out, at_once=at_once)
-        out.append(cmd.Record("worker-lost", why, host=w.host, worker=str(w), generation=cluster.generation))
+            out_if_new = [] if backoff.fails_as_before(cluster, w, why) else out
+            cluster = backoff.record_failure(
+                _reset_unexplained(cluster, (w,)), w, why, now, out_if_new, at_once=at_once
+            )
+        out_if_new.append(cmd.Record("worker-lost", why, host=w.host, worker=str(w), generation=cluster.generation))
     cluster = remove_from_job(cluster, (w,), why, now, out)
     return provisioning.provision(host_lifecycle.remove_if_empty(cluster, w.host, out), now, out)
 

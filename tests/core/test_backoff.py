@@ -123,7 +123,8 @@ def test_thousands_of_deaths_overflow_nothing():
     """A slot with 1,100 failures pauses for the longest time, and the core goes on."""
     story = Story("a:1", min=1, cooldown=(5.0, 300.0)).answer()
     for _ in range(1100):
-        story.kill(story.alive()[0]).wait(300.0).answer()
+        story.kill(story.alive()[0])
+        story.wait(max(0.0, story.cluster.hosts["a"].slots[0].backoff_until - story.now)).answer()
     assert story.cluster.hosts["a"].slots[0].failures == 1100
 
 
@@ -195,6 +196,28 @@ def test_a_host_that_is_down_for_days_leaves_room_for_other_records():
     story.answer()
     story.send(ev.AgentLost("a", "no route"))
     assert story.records("host-lost")[1:] == ["a: no route; tried again in 20 s"]
+
+
+def test_a_slot_that_fails_for_days_leaves_room_for_other_records():
+    """Its workers never come up: recorded while its back-off grows, then only for another reason."""
+    story = Story("a:1", min=1, cooldown=(5.0, 20.0)).hear(ev.AgentReady)
+    for line in ["no GPU"] * 20 + ["no space"] * 3:
+        (w,) = story.cluster.workers
+        story.send(ev.WorkerExited(w, 1, line))
+        story.wait(story.cluster.hosts["a"].slots[0].backoff_until - story.now)
+    lost = [(number, "no GPU") for number in range(1, 5)] + [(21, "no space")]
+    assert story.records("worker-lost") == [f"a/0#{number} died (exit code 1: {line})" for number, line in lost]
+    assert len(story.records("slot-backoff")) == 4
+    story.answer().kill("a/0#24")
+    assert story.records("worker-lost")[5:] == ["a/0#24 died (SIGKILL)"]
+
+
+def test_a_worker_that_does_not_come_up_is_no_healthy_one():
+    """It is killed after five minutes, which is longer than a healthy spell: its slot's back-off grows all the same."""
+    story = Story("a:1", min=1).hear(ev.AgentReady)
+    for _ in range(3):
+        story.wait(story.cluster.limits.timeouts.worker + 10.0)
+    assert story.cluster.hosts["a"].slots[0].failures == 3
 
 
 def test_a_loss_that_is_reported_twice_counts_once():
