@@ -198,7 +198,7 @@ def start_kernel(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=pytest.mark.cold)])
+@pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=[pytest.mark.cold, pytest.mark.soak(share=0.3)])])
 def test_a_killed_kernel_leaves_nothing(tmp_path, start_kernel, how):
     """Within 10 s after SIGKILL of the kernel, its driver, agents, templates, workers and any controller have ended."""
     with start_kernel(how) as kernel:
