@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from torch.optim import Optimizer
+
 from nbelastic.state import optimizers, rng
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import Contents
@@ -13,7 +15,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class CommitRecord:
-    """The contents as they are now. `restore_entries` needs `with_entries`: the optimizers' state per parameter."""
+    """The contents as they are now. `with_entries`: with the optimizers' state per parameter, for `restore_entries`."""
 
     def __init__(self, contents: Contents, *, with_entries: bool) -> None:
         self._contents = contents
@@ -23,14 +25,22 @@ class CommitRecord:
         self._objects = {name: one for name, one in contents.values.items() if hasattr(one, "load_state_dict")}
         self._extra = contents.extra.copy()
         self._scalers = [RecordedScaler(contents.values[name]) for name in scalers]
-        self._settings = [optimizers.settings(optimizer) for optimizer in contents.optimizers()]
-        self._entries = [optimizers.entries(optimizer) for optimizer in contents.optimizers()] if with_entries else []
+        self._groups = [optimizers.groups(optimizer) for optimizer in contents.optimizers()]
+        self._entries: list[tuple[Optimizer, optimizers.Entries]] = []
+        if with_entries:
+            for optimizer in contents.optimizers():
+                self.keep_entries(optimizer)
         self._parameters = contents.names
         self._requires_grad = [*map(_requires_grad, contents.names)]
         self._random = rng.get_states()
 
+    def keep_entries(self, optimizer: Optimizer) -> None:
+        """Record its state per parameter, unless that is done: it is to change."""
+        if all(optimizer is not known for known, _ in self._entries):
+            self._entries.append((optimizer, optimizers.entries(optimizer)))
+
     def restore_entries(self) -> None:
-        for optimizer, entries in zip(self._contents.optimizers(), self._entries, strict=True):
+        for optimizer, entries in self._entries:
             optimizers.set_entries(optimizer, entries)
 
     def restore_small(self) -> None:
@@ -56,6 +66,6 @@ class CommitRecord:
         for parameter, requires_grad in zip(self._parameters, self._requires_grad, strict=True):
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-        for optimizer, settings in zip(self._contents.optimizers(), self._settings, strict=True):
-            optimizers.set_settings(optimizer, settings)
+        for optimizer, groups in zip(self._contents.optimizers(), self._groups, strict=True):
+            optimizers.set_groups(optimizer, groups)
         rng.set_states(self._random)

@@ -56,6 +56,23 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: frozen(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
+Group = tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]  # itself, its parameters and its options
+
+
+def groups(optimizer: Optimizer) -> list[Group]:
+    """Its parameter groups as they are now: a program may change, replace, add and remove some."""
+    kept = zip(optimizer.param_groups, settings(optimizer), strict=True)
+    return [(group, [*group["params"]], options) for group, options in kept]
+
+
+def set_groups(optimizer: Optimizer, recorded: Sequence[Group]) -> None:
+    """Make its groups those that `groups` returned."""
+    optimizer.param_groups[:] = [group for group, _, _ in recorded]
+    for group, members, _ in recorded:
+        group["params"] = [*members]
+    set_settings(optimizer, [options for _, _, options in recorded])
+
+
 def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Set the options of each group, and remove groups that were added since.
 

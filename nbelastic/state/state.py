@@ -164,8 +164,8 @@ class State:
 
     def undo(self) -> None:
         """Return to the last commit, as far as that is possible here: see `clean`."""
+        self._record.restore_entries()
         if self._tensors.keep:
-            self._record.restore_entries()
             self._tensors.restore()
             self._steps.clear_steps()
         self._steps.drop_gradients()
@@ -182,7 +182,7 @@ class State:
         """The elastic loop begins. No commit has been made yet, so a break returns to the present values."""
         self.end()
         self._session = session
-        self._steps.start(session)
+        self._steps.start(session, lambda: self._record)
         self.commits, self._began_at, self._modes = 0, 0, Modes()
         self._survey()
         check_plain(describe([self._contents.small(), self._contents.extra.live()], []))
@@ -213,7 +213,7 @@ class State:
         self._session, self._began_at, self._modes = session, self.commits, Modes()
         self._survey()
         self._record_all()
-        self._steps.start(session)
+        self._steps.start(session, lambda: self._record)
 
     def _take_up(self, session: Session) -> None:
         """The new program has failed: go on from the commit."""
@@ -224,7 +224,7 @@ class State:
         self._session = session
         self.undo()
         self._modes.restore()
-        self._steps.start(session)
+        self._steps.start(session, lambda: self._record)
         self._steps.copying = copying
 
     def _program_kept(self, session: Session) -> None:  # noqa: ARG002

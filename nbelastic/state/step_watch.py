@@ -9,12 +9,14 @@ autograd's count of changes show whether that holds. If it does not hold, each c
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nbelastic.state import optimizers
 from nbelastic.state.backward_hooks import BackwardHook
+from nbelastic.state.commit_record import CommitRecord
 from nbelastic.state.contents import Contents
 from nbelastic.state.cuda_graphs import ReplayWatch, refuse_capture
 from nbelastic.state.grad_scaler import forget_step
@@ -63,10 +65,19 @@ class StepWatch:
         """Whether a step has begun since the last commit."""
         return bool(self._steps)
 
-    def start(self, session: Session) -> None:
-        """Watch the optimizers until `stop()`. Only one may be started in a process."""
+    def start(self, session: Session, record: Callable[[], CommitRecord]) -> None:
+        """Watch the optimizers until `stop()`. Only one may be started in a process.
+
+        `record()` is that of the last commit: it keeps what an optimizer has before a program loads other values into it.
+        """
         self._session = session
         self._hooks += [o.register_step_pre_hook(self._before_step) for o in self._contents.optimizers()]
+
+        def before_load(optimizer: torch.optim.Optimizer, _: object) -> None:
+            if not self._steps:
+                record().keep_entries(optimizer)
+
+        self._hooks += [o.register_load_state_dict_pre_hook(before_load) for o in self._contents.optimizers()]
         self._hooks.append(BackwardHook(self._after_backward))
         self._replays.start()
         self.copying = ""

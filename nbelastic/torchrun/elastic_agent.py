@@ -175,7 +175,7 @@ class ElasticAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no
             if isinstance(message, str):
                 error = message
             else:
-                error, text = message["message"], message["extraInfo"]["py_callstack"]
+                error, text = str(message["message"]), str(message["extraInfo"]["py_callstack"] or "")
         except (OSError, ValueError, KeyError, TypeError):  # the worker left no error file, or one in another format
             pass
         if code > 0 and not text:

@@ -1,5 +1,7 @@
 """An optimizer's parameter groups and own values: what a commit records, restores and sends."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,45 @@ def test_groups_added_after_the_commit_are_removed(group, begun):
     state.commit()
     state.restore()
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+
+
+def add_a_parameter(optimizer, layer):
+    optimizer.param_groups[0]["params"].append(layer.weight)
+
+
+def remove_a_group(optimizer, _):
+    del optimizer.param_groups[0]
+
+
+def load_its_state(optimizer, _):
+    """As it was with other values."""
+    values = copy.deepcopy(optimizer.state_dict())
+    for entry in values["state"].values():
+        entry["momentum_buffer"].zero_()
+    values["param_groups"][0]["lr"] = 7.0
+    optimizer.load_state_dict(values)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("change", [add_a_parameter, remove_a_group, load_its_state])
+def test_groups_that_change_after_the_commit_are_as_they_were(group, begun, change, steps):
+    """A restore undoes it, so that the next steps are the same. After two steps without a commit all is copied."""
+    results = []
+    for disturbed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+        groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model[1:], (0.1, 0.2), strict=True)]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        state = begun(TorchState(model=model, optimizer=optimizer))
+        for _ in range(steps):
+            step(model, optimizer)
+        state.commit()
+        if disturbed:
+            change(optimizer, model[0])
+            state.restore()
+        step(model, optimizer)
+        results.append(weights(model))
+    assert results[0] == results[1]
 
 
 def test_a_group_that_a_checkpoint_lacks_is_named(tmp_path, capsys):

@@ -131,6 +131,16 @@ def test_an_error_file_that_torch_cannot_read_is_set_aside(tmp_path, monkeypatch
     assert (tmp_path / "a-0-1.error.unreadable").read_text() == left
 
 
+@pytest.mark.parametrize("stack", ["null", '["train.py"]', '"train.py"'])
+def test_an_error_file_with_other_values_than_texts(tmp_path, stack):
+    """The script wrote it itself, with a number as the error, which torch prints too."""
+    error = f'{{"message": {{"message": 404, "extraInfo": {{"timestamp": "1", "py_callstack": {stack}}}}}}}'
+    (tmp_path / "a-0-1.error.json").write_text(error)
+    agent = object.__new__(ElasticAgent)
+    agent._logs = SimpleNamespace(error_files={0: tmp_path / "a-0-1.error.json"})
+    assert agent._failure(0, 0, 1).error == "404"
+
+
 def test_a_long_traceback_of_a_new_interpreter(tmp_path):
     """A cold script's traceback through a model's many layers is in the error from its first frame on."""
     frames = ["Traceback (most recent call last):", *[f'  File "model.py", line {n}, in forward' for n in range(200)]]
