@@ -227,7 +227,6 @@ def enter(cluster: ClusterState, formation: cmd.FormWorld, entered: PersistentSe
             old,
             state=WorkerState.RUNNING,
             store=old.store if w in entered else "",
-            failures=0 if w in entered else old.failures,
             reason="" if w in cluster.held_back else old.reason,
         )
     waiting = cluster.newcomers | cluster.member_set

@@ -146,7 +146,7 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
         if cluster.stage is not Stage.LEAVING:
             return cluster
         if isinstance(event, ev.WorkerFormed) and w not in cluster.entered_next:
-            cluster = with_worker(cluster, replace(cluster.workers[w], has_state=True, store=""))
+            cluster = with_worker(cluster, replace(generations.formed(cluster.workers[w]), store=""))
             return replace(cluster, entered_next=cluster.entered_next | {w})
         if isinstance(event, ev.StoreOffered):  # it has made two commits there, and offers a store once
             return with_worker(cluster, replace(cluster.workers[w], store=event.store))

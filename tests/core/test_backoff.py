@@ -11,6 +11,7 @@ from nbelastic.core.host_slots import host_backoff_until
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.exit_codes import GPU_LOST
 from tests.core.story import Story, wid
 from tests.support.soak import examples
 
@@ -68,6 +69,15 @@ def test_the_last_line_of_a_worker_that_never_came_up_is_shown(comes_up):
     assert story.reason.endswith(f"waiting for a/0 (in back-off, 5 s more: a/0#2 died (exit code 1{shown}))")
     story.wait(5.0)
     assert story.reason.endswith(f"waiting for a/0#3 (0 s; a/0#2 died (exit code 1{shown}))")
+
+
+def test_nothing_waits_for_a_slot_that_the_host_has_no_more():
+    """Its worker was to leave, and failed before."""
+    story = Story("a:2", min=1, cooldown=(100.0, 100.0)).run().add("a:1")
+    story.send(ev.WorkerExited(wid("a/1#1"), GPU_LOST))
+    story.send(ev.WorkerExited(wid("a/0#1"), GPU_LOST))
+    assert "a/0 (in back-off, 100 s more: " in story.reason
+    assert "a/1" not in story.reason
 
 
 def test_a_backed_off_slot_returns_even_if_min_equals_what_it_brings():

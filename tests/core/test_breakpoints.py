@@ -21,7 +21,7 @@ def test_an_event_says_where_it_waits():
     """Once, however many lines the user steps through. It shows in the status until the program goes on."""
     story = reach(reach(with_stage(Stage.RUNNING)), 2)
     assert story.records("breakpoint") == ["rank 1 (b/0#1) waits at a breakpoint in train.py:9 in step: %elastic_debug"]
-    assert story.cluster.workers[W].breakpoint_at
+    assert story.cluster.workers[W].breakpoint_at == "train.py:9 in step"
     story.send(BreakpointLeft(W))
     assert not story.cluster.workers[W].breakpoint_at
 

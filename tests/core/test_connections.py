@@ -193,6 +193,15 @@ def test_a_prepared_newcomer_that_receives_no_orders_is_left_out():
     assert "d/0#1" in story.names
 
 
+def test_a_newcomer_is_needed_as_soon_as_the_others_leave_for_it():
+    """Its host has three seconds then, and not a minute."""
+    story = disconnect(with_stage(Stage.LEAVING), "d").hang("c/0#1")
+    story.wait(2.9)
+    assert lost(story) == []
+    story.wait(0.2)
+    assert len(lost(story)) == 1
+
+
 def test_a_first_world_that_needs_a_newcomer_without_orders_says_so():
     """Too few others are ready: the job waits for the host, names it, and trains once it is reached."""
     story = Story("a:1", "c:1", min=2).answer()

@@ -23,12 +23,14 @@ def test_one_finishes_first_and_the_others_get_time():
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
 
 
-@pytest.mark.parametrize("stage", [Stage.ASKED, Stage.LEAVING])
+@pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.ASKED, Stage.LEAVING])
 def test_finishing_cancels_a_reconfiguration(stage):
-    """A rank finishes while the others agree on a leave point: the change is cancelled and all stay."""
+    """A rank finishes while the next world is prepared, or a leave point agreed on: the change is cancelled and all stay."""
     story = with_stage(stage)
     story.returned("a/0#1")
-    assert story.last(cmd.CancelLeave).members == story.cluster.members
+    assert wid("d/0#1") in story.last(cmd.DropWorld).members
+    if stage is not Stage.PREPARING:
+        assert story.last(cmd.CancelLeave).members == story.cluster.members
     assert story.cluster.stage is Stage.RUNNING
     story.returned("b/0#1", "c/0#1").ended(*story.names)
     assert story.job.outcome == "succeeded"

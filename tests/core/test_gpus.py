@@ -221,6 +221,13 @@ def test_a_host_without_a_number_has_as_many_slots_as_gpus(gpus, slots):
     assert len(story.cluster.workers) == slots
 
 
+def test_a_healthy_gpu_takes_its_share_beside_a_bad_one():
+    """Two of four slots are its share: both workers use it."""
+    story = Story()
+    story.gpus = {"a": (Gpu("A"), Gpu("B", "Xid 79"))}
+    assert allotted(story.add("a:4").answer()) == {"a/0#1": "A", "a/1#1": "A"}
+
+
 def test_a_number_of_slots_wins_over_the_gpus():
     assert len(allotted(cluster("a:2", gpus={"a": "A B C"}))) == 2
 

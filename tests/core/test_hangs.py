@@ -134,6 +134,13 @@ def test_a_job_that_is_over_keeps_nothing():
     story.run("second").commit(1).finish()
 
 
+def test_a_worker_that_hangs_at_the_end_of_a_job_keeps_nothing():
+    """No other job can use its state."""
+    story = survivor().stop_job()
+    story.send(ev.WorkerHung(wid(A), story.cluster.generation, 7))
+    assert story.last(cmd.EndHungWorker) == cmd.EndHungWorker(wid(A))
+
+
 def test_a_spare_never_loads_the_kept_state():
     """A spare on the same host does not load the kept state, and no older commit comes back."""
     story = Story("a:3", min=2, max=2, spares=1, elastic_timeout=100.0).run().commit(7)

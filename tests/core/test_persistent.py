@@ -65,6 +65,13 @@ def test_a_removed_key_is_not_there():
     assert 7 not in numbers
 
 
+def test_a_key_is_found_wherever_it_is():
+    """In the base, among the changes, or nowhere: None."""
+    numbers = PersistentDict({n: n for n in range(100)}).without([7]) | {8: -8, 100: 100}
+    assert [numbers.find(key) for key in (6, 7, 8, 100, 101)] == [6, None, -8, 100, None]
+    assert PersistentDict({1: 2}).find(1) == 2
+
+
 def test_each_copy_is_small():
     """A cluster of 10,000 workers has many of them: none has a dictionary of attributes."""
     for shared in (PersistentDict({}), PersistentSet()):

@@ -39,8 +39,11 @@ def test_all_change_over_at_the_agreed_commit():
 def test_some_have_joined_before_others_have_left():
     """Messages of the new generation count although they arrive before the last ones of the old generation."""
     story = with_stage(Stage.LEAVING)
+    newcomer = replace(story.cluster.workers[wid("d/0#1")], failures=1)
+    story.cluster = replace(story.cluster, workers=story.cluster.workers | {newcomer.id: newcomer})
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1", "d/0#1")
     assert (story.cluster.generation, story.cluster.entered_next) == (1, {wid("a/0#1"), wid("d/0#1")})
+    assert story.cluster.workers[wid("d/0#1")].failures == 0
     story.hear(ev.WorkerReady)
     assert (story.cluster.generation, story.cluster.stage) == (2, Stage.FORMING)
     assert story.cluster.awaiting == {wid("b/0#1"), wid("c/0#1")}

@@ -52,7 +52,7 @@ def test_all_members_change_at_one_commit_and_keep_the_program_at_its_first():
     assert not story.commands(cmd.KeepProgram)
     story.hear(ev.WorkerHalted)
     (keep,) = story.commands(cmd.KeepProgram)
-    assert (keep.program, set(map(str, keep.workers))) == (1, {*MEMBERS})
+    assert (keep.program, set(map(str, keep.workers)), keep.rejected) == (1, {*MEMBERS}, 0)
     check_training(story, 1)
 
 
