@@ -68,6 +68,11 @@ def host_wait(cluster: ClusterState, failures: int) -> float:
     return max(AGENT_RETRY, backoff_seconds(cluster.limits, failures))
 
 
+def waits_longest(cluster: ClusterState, host: Host) -> bool:
+    """Whether the host has failed so often that its back-off grows no more: it may do so for days."""
+    return host.failures > 0 and host_wait(cluster, host.failures + 1) == host_wait(cluster, host.failures)
+
+
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:
     """Leave newcomers out for a while, so that workers that can form a group do not wait for them."""
     workers, held = {}, dict(cluster.held_back)

@@ -25,6 +25,7 @@ class SavedHost(Struct, frozen=True, omit_defaults=True):
     failures: int = 0
     retry_at: float = 0.0
     reason: str = ""
+    lost_for: str | None = None
 
     def slot(self, number: int, **now: object) -> Slot:
         """The saved record of a slot, with the present values `now`."""
@@ -137,6 +138,7 @@ def _host(cluster: ClusterState, name: str) -> SavedHost:
         host.failures,
         host.retry_at,
         host.reason,
+        host.lost_for,
     )
 
 

@@ -35,7 +35,7 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     slots += (unused,) * (spec.slots - len(slots))
     phase = HostPhase.UP if old.phase is HostPhase.DRAINING else old.phase
     reason = old.reason if spec.name in cluster.probing else ""
-    host = replace(old, spec=spec, phase=phase, failures=0, retry_at=0.0, by_hand=by_hand, reason=reason)
+    host = replace(old, spec=spec, phase=phase, failures=0, lost_for=None, retry_at=0.0, by_hand=by_hand, reason=reason)
     out.append(cmd.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
     cluster = with_host(cluster, with_slots(host, slots))
     if spec.name in cluster.ending:
@@ -145,7 +145,7 @@ def environment_reported(cluster: ClusterState, event: EnvironmentReported, now:
     name, host = event.host, cluster.hosts.get(event.host)
     if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
         return cluster
-    if not host.prepares_by:
+    if not host.prepares_by and not backoff.waits_longest(cluster, host):
         out.append(cmd.Record("environment-begun", f"{name} makes an environment for the requirements", host=name))
     until = host.prepares_by or now + cluster.limits.timeouts.environment
     host = replace(host, prepares_by=until, reason=f"makes an environment for the requirements: {event.text}")
@@ -174,11 +174,12 @@ def agent_lost(
         return _remove(cluster, name)
     failures, wait = backoff.host_backoff(cluster, host, now)
     text = f"{name}: {reason}; tried again in {wait:g} s"
-    if host.is_up or not host.failures:
+    is_new = reason != host.lost_for
+    if host.is_up or host.lost_for is None or (is_new and kind != "host-lost"):
         out.append(cmd.Record(kind, text, host=name))
-    elif reason != host.reason or wait != backoff.host_wait(cluster, host.failures):
+    elif is_new or wait != backoff.host_wait(cluster, host.failures):
         out.append(cmd.Record("host-still-down", text, host=name))
-    host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, retry_at=now + wait)
+    host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, lost_for=reason, retry_at=now + wait)
     cluster = replace(cluster, wake_at=min(cluster.wake_at, host.retry_at))
     return with_host(cluster, with_slots(host, tuple(replace(slot, busy=False) for slot in host.slots)))
 

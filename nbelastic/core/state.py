@@ -78,6 +78,7 @@ class Host(Struct, frozen=True):
     phase: HostPhase = HostPhase.STARTING
     reason: str = ""  # why it is in this phase, or why a slot is in back-off
     failures: int = 0  # in a row, since the last clear
+    lost_for: str | None = None  # why it was lost last; None: it was not, since it was added
     prepares_by: float = 0.0  # when its environment must be made; 0.0: none is being made
     retry_at: float = 0.0  # when a lost host's agent is started again
     by_hand: bool = False  # a client added it, so discovery does not remove it

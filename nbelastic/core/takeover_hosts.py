@@ -84,7 +84,13 @@ def _is_up(host: Host | None) -> bool:
 
 
 def _starting(old: SavedHost, now: float) -> Host:
-    return Host(old.spec, old.joined, _empty(old, old.newest), since=now, failures=old.failures, by_hand=old.by_hand)
+    return replace(_unstarted(old, old.newest), since=now)
+
+
+def _unstarted(old: SavedHost, newest: int) -> Host:
+    """A host without an agent."""
+    slots = _empty(old, newest)
+    return Host(old.spec, old.joined, slots, failures=old.failures, lost_for=old.lost_for, by_hand=old.by_hand)
 
 
 def _empty(old: SavedHost, newest: int) -> tuple[Slot, ...]:
@@ -127,7 +133,7 @@ def _without_agent(old: SavedHost, now: float, out: Commands, *, was_to_end: boo
 
     Its slots skip an incarnation: it may have started workers that were not saved.
     """
-    host = Host(old.spec, old.joined, _empty(old, old.newest + 1), failures=old.failures, by_hand=old.by_hand)
+    host = _unstarted(old, old.newest + 1)
     if old.phase is HostPhase.DRAINING or was_to_end:
         return replace(host, phase=HostPhase.DRAINING)
     if old.phase is HostPhase.LOST:
@@ -135,6 +141,7 @@ def _without_agent(old: SavedHost, now: float, out: Commands, *, was_to_end: boo
     why = f"its agent was lost {OFFLINE}"
     if old.phase is HostPhase.UP:
         out.append(cmd.Record("host-lost", f"{old.spec.name}: {why}", host=old.spec.name))
+        host = replace(host, lost_for=why)
     return replace(host, phase=HostPhase.LOST, reason=why, retry_at=now)
 
 

@@ -11,6 +11,7 @@ from nbelastic.core.host_slots import host_backoff_until
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.exit_codes import GPU_LOST
 from tests.core.story import Story, wid
 from tests.support.soak import examples
@@ -206,6 +207,28 @@ def test_a_host_that_is_down_for_days_leaves_room_for_other_records():
     story.answer()
     story.send(ev.AgentLost("a", "no route"))
     assert story.records("host-lost")[1:] == ["a: no route; tried again in 20 s"]
+
+
+def test_a_host_without_an_environment_leaves_room_for_other_records():
+    """What it does before it is lost again, and says meanwhile, is no other reason."""
+    story = Story("a:1", min=1, cooldown=(5.0, 20.0))
+    for words in ["uv", "pip"] * 5:
+        story.send(EnvironmentReported("a", words), ev.AgentLost("a", "no timm"))
+        story.wait(story.cluster.hosts["a"].retry_at - story.now)
+    assert len(story.records("host-lost") + story.records("host-still-down")) == 3
+    assert len(story.records("environment-begun")) == 3
+
+
+def test_a_lost_host_that_is_refused_then_is_recorded_as_refused():
+    """Once, under the kind that the documents explain."""
+    story = Story("a:1", min=1, cooldown=(5.0, 5.0))
+    story.send(ev.AgentLost("a", "no route"))
+    for _ in range(2):
+        story.wait(5.0)
+        story.send(ev.AgentReady("a", 1, problem="other torch"))
+    assert story.records("host-lost") == ["a: no route; tried again in 5 s"]
+    assert story.records("host-refused") == ["a: other torch; tried again in 5 s"]
+    assert story.records("host-still-down") == []
 
 
 def test_a_slot_that_fails_for_days_leaves_room_for_other_records():

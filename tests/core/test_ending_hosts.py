@@ -280,3 +280,11 @@ def test_a_lost_host_that_has_a_successor_is_no_work_for_a_cluster_that_stops():
     story.send(ev.StopRequested("the test", 100.0))
     story.wait(20.0)
     assert "c" not in story.cluster.ending
+
+
+def test_a_successor_that_does_not_come_up_is_lost():
+    """It was never lost before, though the host that it replaces had ended too early."""
+    story = Story("a:1", "b:1", min=1).run().remove("b", within=300.0, replaced=True)
+    story.wait(max(0.0, story.cluster.hosts["b.2"].retry_at - story.now))
+    story.send(ev.AgentLost("b.2", "its job was rejected"))
+    assert story.records("host-lost") == ["b.2: its job was rejected; tried again in 10 s"]

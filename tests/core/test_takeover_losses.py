@@ -63,6 +63,20 @@ def test_a_whole_host_died():
     assert not {"a/0#1", "a/1#1"} & set(story.names)
 
 
+def test_a_host_that_died_meanwhile_is_lost_once():
+    """The new driver tries it in vain, and so does the next one, for the same reason."""
+    story = three()
+    Away(story).lose_host("a").new_driver()
+    story.answers = [answer for answer in story.answers if not isinstance(answer, ev.AgentReady)]
+    for _ in range(2):
+        story.wait(max(0.0, story.cluster.hosts["a"].retry_at - story.now))
+        story.send(ev.AgentLost("a", "no route"))
+    Away(story).new_driver()
+    assert story.cluster.hosts["a"].lost_for == "no route"
+    assert len(story.records("host-lost")) == 1
+    assert story.records("host-still-down") == ["a: no route; tried again in 1 s"]
+
+
 def test_a_host_without_members_died():
     """A host without members is lost: the world is not disturbed, and the host is tried again."""
     story = three(max=3).add("c:1").quiet(2.0)
