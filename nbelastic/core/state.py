@@ -105,15 +105,12 @@ class Disconnected(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over.
-
-    `successor`: the host that takes its place. This one may train on until that is up, and drains then. `by`: why it ends.
-    """
+    """When a draining host ends. `save_at`: when a training is stopped whose state only such hosts hold; None: that is over."""
 
     at: float
     save_at: float | None
-    successor: str = ""
-    by: str = ""
+    successor: str = ""  # the host that takes its place: this one may train on until that is up, and drains then
+    by: str = ""  # why it ends
 
 
 class Stall(Struct, frozen=True):

@@ -210,7 +210,7 @@ def test_a_host_that_is_down_for_days_leaves_room_for_other_records():
 
 
 def test_a_host_without_an_environment_leaves_room_for_other_records():
-    """What it does before it is lost again, and says meanwhile, is no other reason."""
+    """Texts of its preparation between two losses do not count as another reason."""
     story = Story("a:1", min=1, cooldown=(5.0, 20.0))
     for words in ["uv", "pip"] * 5:
         story.send(EnvironmentReported("a", words), ev.AgentLost("a", "no timm"))
