@@ -268,7 +268,8 @@ def test_workers_that_end_on_request_are_not_failures():
     story = Story("a:3", "b:1", min=1).answer()
     story.scale(1, 2).answer()
     story.remove("b", now=True).answer()
-    assert all(slot.failures == 0 for host in story.cluster.hosts.values() for slot in host.slots)
+    slots = [slot for host in story.cluster.hosts.values() for slot in host.slots]
+    assert all(slot.failures == slot.restarts == 0 for slot in slots)
     assert story.records("worker-lost") == []
 
 

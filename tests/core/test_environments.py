@@ -47,6 +47,14 @@ def test_an_environment_that_takes_too_long_is_a_loss_with_its_last_words():
     assert story.cluster.hosts["a"].reason == "its agent has sent nothing for 10 s"
 
 
+def test_an_environment_delays_no_other_host():
+    """While a host makes its environment for an hour, another one is lost after two minutes."""
+    story = Story("a:1", "b:1", min=1)
+    story.send(EnvironmentReported("a", "uv: Building flash-attn"))
+    story.wait(story.cluster.limits.timeouts.agent)
+    assert [host.phase for host in story.cluster.hosts.values()] == ["starting", "lost"]
+
+
 def test_late_news_of_an_environment_changes_nothing():
     """A report that comes after the host was admitted, lost or removed is dropped."""
     story = Story("a:1", "b:1", min=1).submit().quiet(2.0)

@@ -56,6 +56,12 @@ def test_old_hosts_keep_their_order_and_new_ones_follow():
     assert order(rank_order(survivors, workers("d:1"), {"d": 0, "c": 1, "b": 2})) == ["b", "c", "d"]
 
 
+def test_newcomers_are_ordered_by_when_their_hosts_came():
+    """And by slot, in whatever order they became ready."""
+    new = [WorkerId.parse(name) for name in ("a/0#1", "b/1#1", "c/0#1", "b/0#1")]
+    assert [*map(str, rank_order([], new, {"b": 1, "a": 2}))] == ["b/0#1", "b/1#1", "a/0#1", "c/0#1"]
+
+
 def test_old_workers_keep_low_ranks_when_a_host_joins():
     """A new host's workers have the highest ranks, whatever the host's name."""
     old = fresh("m:2", "n:2")

@@ -282,6 +282,18 @@ def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
     assert story.names == ["a/0#1", "b/0#1"]
 
 
+def test_of_two_removed_hosts_each_counts_as_ended_in_its_own_time():
+    """The second one is removed ten seconds after the first, and neither answers."""
+    story, hosts = Story("a:1", "b:1", "c:1", min=1).run(), []
+    for name in ("b", "c"):
+        story.remove(name, now=True).answer(lambda e: not isinstance(e, ev.WorkerExited | ev.AgentLost))
+        story.wait(10.1)
+    for _ in range(2):
+        story.wait(10.0)
+        hosts.append([*story.cluster.hosts])
+    assert hosts == [["a", "c"], ["a"]]
+
+
 def test_a_member_that_answers_before_the_leave_point_is_waited_for():
     """A member saves a file for almost an hour without CPU time: it answers, so it is waited for."""
     story = with_stage(Stage.LEAVING).hear(ev.WorkerReady, "b/0#1", "c/0#1")

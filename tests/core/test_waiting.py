@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.arrivals import missing
 from nbelastic.core.state import ClusterState, Stage
 from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.exit_codes import GPU_LOST
 from tests.core.story import Story, wid
 
 
@@ -51,6 +53,13 @@ def test_a_host_that_cannot_be_reached_is_named_with_its_error():
     story = Story("gpu2:1", min=1).submit()
     story.lose_host("gpu2", "ssh: no route")
     assert "waiting for gpu2 (lost: ssh: no route; tried again in 5 s)" in story.reason
+
+
+def test_of_many_missing_things_three_are_kept():
+    """A reason with 1,000 slots would be long, and each change of one would be news."""
+    story = Story("gpu1:9", min=9).answer()
+    story.send(*(ev.WorkerExited(w, GPU_LOST) for w in sorted(story.cluster.workers)))
+    assert len(missing(story.cluster, story.now)) == 3
 
 
 def test_no_host_says_what_to_do():
