@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.cluster_snapshot import SavedCluster, snapshot_of
+from nbelastic.core.reasons import in_words
 from nbelastic.core.state import ClusterState, Stage
 from nbelastic.core.step import step
 from nbelastic.core.takeover import resume
@@ -20,6 +21,7 @@ from nbelastic.protocol.worker_messages import WorkerReport
 from tests.core.fakes import FakeWorker
 from tests.core.invariants import check
 from tests.core.story import Story, wid
+from tests.support import decisions
 
 ALL = 1_000_000
 DISTURBING = (
@@ -60,6 +62,7 @@ class Away:
         if last is not None:
             story.note_sent(last)
             story.cluster, commands = step(story.cluster, last, story.now)
+            decisions.note(last, commands, in_words(story.cluster.reason, story.now))
             self.saved = _saved(story) if written else self.saved
             for command in list(_one_by_one(commands))[:reached]:
                 story._obey(command)
@@ -150,6 +153,7 @@ class Away:
         story.cluster, commands = resume(self.saved, agents, heard, story.now, coming=coming)
         story.stores |= {w: here.store for w, here in heard.items()}
         story.said.extend(commands)
+        decisions.note("takeover", (self.saved, *commands), in_words(story.cluster.reason, story.now))
         for command in commands:
             story._obey(command)
         cluster = story.cluster

@@ -19,6 +19,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.timeouts import Timeouts
+from tests.support import decisions
 
 
 class Play:
@@ -65,6 +66,7 @@ class Play:
         self.heard.append(event)
         self.group, commands = advance(before, event, self.now)
         self.said += commands
+        decisions.note(event, commands, in_words(self.group.reason, self.now))
         for command in commands:
             self._obey(command)
         for fault in faults(before, event, self.group, commands):

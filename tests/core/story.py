@@ -21,6 +21,7 @@ from nbelastic.protocol.program_events import BreakpointLeft, BreakpointReached,
 from tests.core.fakes import SIGKILL, FakeCluster, wid
 from tests.core.invariants import check, check_stores
 from tests.core.repeats import check_doubled, check_more
+from tests.support import decisions
 
 AWAITED = (
     *(ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported),
@@ -45,6 +46,7 @@ class Story(FakeCluster):
         self.said: list[cmd.Command] = []
         self.heard: list[ev.Event] = []
         self.versions = 0  # of setup cells
+        decisions.stories.append(self)
         for host in hosts:
             self.add(host)
 
@@ -60,6 +62,7 @@ class Story(FakeCluster):
             self.note_sent(event)
             self.cluster, commands = step(before, event, self.now)
             self.said.extend(commands)
+            decisions.note(event, commands, in_words(self.cluster.reason, self.now))
             for command in commands:
                 self._obey(command)
             check(before, self.cluster, commands, self.now)
@@ -76,6 +79,8 @@ class Story(FakeCluster):
         if fake is None:
             return
         match event:
+            case ev.WorkerExited(worker=w):
+                self._forget(w)
             case ev.WorkerFormed(generation=generation) if generation == fake.generation:
                 fake.formed = fake.holds = True
                 fake.since = generation
