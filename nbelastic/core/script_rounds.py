@@ -329,7 +329,7 @@ def _describe(assignments: tuple[sev.Assignment, ...]) -> str:
 
 
 def _target(group: Group) -> tuple[sev.Assignment, ...]:
-    """Assignments of a round that would form now: survivors first; external nodes only with all their workers."""
+    """Assignments of a round that would form now: hosts of the last one first; external nodes only with all their workers."""
     order = {assignment.host: rank for rank, assignment in enumerate(group.assignments)}
     inside = group.stage is Stage.RUNNING
     able = {

@@ -69,10 +69,16 @@ def step(
         cluster = connections.progress(cluster, now, out)
     if cluster.partition_check.pairs:
         cluster = partitions.progress(cluster, now, out)
-    if cluster.probing:  # after the partition check, which may exclude a partner of a probed host
-        cluster = host_admission.progress(cluster, now, out)
-    if cluster.ending:
-        cluster = requests.drain_succeeded_hosts(cluster, now, out)
+    cluster = host_admission.progress(
+        cluster, now, out
+    )  # the partition check may have excluded a partner of a probed host
+    while cluster.ending:
+        drained = requests.drain_succeeded_hosts(cluster, now, out)
+        if drained is cluster:
+            break
+        cluster = host_admission.progress(
+            drained, now, out
+        )  # a host that had no workers has left, and may be a partner
     if cluster.kept_state is not None:  # on a host that either of the two may have excluded
         cluster = hangs.progress(cluster, now, out)
     if cluster.stopping:
@@ -86,7 +92,7 @@ def step(
         connected = connections.progress(cluster, now, out)
         if connected is cluster:
             break
-        cluster = reconfiguration.progress(connected, now, out)
+        cluster = reconfiguration.progress(host_admission.progress(connected, now, out), now, out)
     if cluster.deferred_events and cluster.next_formation is None:
         cluster = worker_events.handle_deferred(cluster, now, out)
     cluster = stage_deadlines.update(backoff.release_held(cluster, now), now)

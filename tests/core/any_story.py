@@ -25,7 +25,6 @@ NETWORKS = (  # of these hosts: their addresses
     {"n": ("127.0.0.1", "10.0.0.1"), "b": ("127.0.0.2", "10.0.0.1", "10.1.0.1"), "g": ("10.0.0.3", "10.1.0.3")},
     {"n": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "g": ("10.0.0.3", "10.1.0.3")},
 )
-LONG_ENOUGH = 4  # times ten minutes: every deadline is over by then
 CODES = (-9, -11, 0, 1, 3, HUNG)
 
 

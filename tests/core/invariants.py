@@ -214,10 +214,11 @@ def _faults_of_waiting(cluster: ClusterState, sets: Sets, now: float) -> Iterato
     busy = cluster.timeout_paused_since is not None and not (
         cluster.members or cluster.newcomers
     )  # in what comes before the loop
+    finishes = job is not None and job.succeeded  # what its programs do after the elastic function may take any time
     if (
         job is not None
         and cluster.stage is Stage.GATHERING
-        and not (endless or busy)
+        and not (endless or busy or finishes)
         and deadline(cluster, now) == NEVER
     ):
         yield "there is no world, and no deadline"
@@ -242,8 +243,8 @@ def _faults_of_probes(cluster: ClusterState, now: float) -> Iterator[str]:
             yield f"{name} is probed, but does not wait for that"
         if now >= admission.until or not admission.awaited:
             yield f"{name} waits for probes that are over"
-        if not all(partner in cluster.hosts for partner in admission.partners):
-            yield f"{name} is probed with hosts that have gone: {admission.partners}"
+        if not all(partner in cluster.hosts and cluster.hosts[partner].is_up for partner in admission.partners):
+            yield f"{name} is probed with hosts that are lost or have gone: {admission.partners}"
 
 
 def _faults_of_standing_still(cluster: ClusterState, sets: Sets) -> Iterator[str]:
@@ -303,7 +304,7 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
                 yield "a world is formed in a generation that is not the next"
             if generation > cluster.highest_generation or (not to and generation <= before.generation):
                 yield "a generation has a number that is not its own"
-            most = cluster.limits.most + (cluster.limits.most == 1 and members[0] in before.leaving)
+            most = cluster.limits.most + (cluster.limits.most == 1 and members[0] in before.leaving | cluster.leaving)
             if not cluster.limits.min <= len(members) <= most and not to:
                 yield f"a world of {len(members)}, outside [{cluster.limits.min}, {cluster.limits.max}]"
             if (command != cluster.next_formation and members != cluster.members) or not set(members) <= set(

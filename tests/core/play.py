@@ -212,10 +212,7 @@ def _faults_of_a_round(before: Group, group: Group, order: scmd.FormRound) -> It
         group.nodes[seat.host].external and seat.workers != group.nodes[seat.host].slots for seat in order.assignments
     ):
         yield "an external node is not taken whole"
-    was = [
-        seat.host for seat in before.assignments if seat.host in hosts and group.nodes[seat.host].joined < before.joined
-    ]
-    same = [host for host in was if host in before.nodes and before.nodes[host].joined == group.nodes[host].joined]
+    same = [seat.host for seat in before.assignments if seat.host in hosts]  # also a host that left and has come back
     fresh = [host for host in hosts if host not in same]
     if hosts != [*same, *sorted(fresh, key=lambda host: group.nodes[host].joined)]:
         yield f"{hosts} sit where {same} sat, and are not by seniority"

@@ -380,3 +380,20 @@ def test_no_number_of_a_probe_is_used_twice():
     assert len(rounds) >= 5
     numbers = [probe.number for probe in story.commands(cmd.Probe)]
     assert numbers == sorted(numbers)
+
+
+def test_a_host_whose_partner_leaves_is_probed_with_others_at_once():
+    """The successor of a host that ends is up, so that one leaves. A newcomer that was probed with it waits for no answers of it."""
+    story = Story(min=1, max=1)
+    for number, host in enumerate(("gpu1", "gpu2"), 1):
+        story.add(f"{host}:1", f"10.0.0.{number}").answer()
+    story.remove("gpu2", within=3600.0, replaced=True)
+    story.addresses["gpu2.2"] = ("10.0.0.3",)
+    story.wait(6.0).hear(ev.AgentReady)
+    story.add("gpu4:1", "10.0.0.4").hear(ev.AgentReady)
+    assert story.cluster.probing["gpu4"].partners == ("gpu2", "gpu1")
+    story.answer(lambda e: isinstance(e, ev.Probed) and "gpu2.2" in (e.host, e.target))
+    assert "gpu2" not in story.cluster.hosts
+    story.wait(0.0)
+    assert story.cluster.probing["gpu4"].partners == ("gpu2.2", "gpu1")
+    assert story.answer().cluster.hosts["gpu4"].is_up
