@@ -39,7 +39,7 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     survivors = cluster.awaiting if some_left else cluster.member_set
     out.append(cmd.Record("world-broken", why, generation=cluster.generation))
     cluster = jobs.abort_generation(cluster, why, out)
-    cluster = replace(cluster, stage=Stage.GATHERING, awaiting=survivors, highest_acknowledged=0, broken_at=now)
+    cluster = replace(cluster, stage=Stage.GATHERING, awaiting=survivors, broken_at=now)
     return leave_halt(cluster)
 
 
@@ -84,7 +84,7 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
     if stage in (Stage.ASKED, Stage.HALTED) and cluster.members:
         out.append(cmd.CancelLeave(cluster.generation, cluster.members))
     if stage in (Stage.ASKED, Stage.HALTED, Stage.PREPARING):
-        cluster = replace(cluster, stage=Stage.RUNNING, awaiting=EMPTY, highest_acknowledged=0)
+        cluster = replace(cluster, stage=Stage.RUNNING, awaiting=EMPTY)
     return leave_halt(cluster)
 
 

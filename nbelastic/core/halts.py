@@ -97,7 +97,7 @@ def halt_at(cluster: ClusterState, commit: int, out: Commands) -> ClusterState:
     """The members stop at this commit of their generation."""
     out.append(cmd.HaltAt(cluster.generation, commit, cluster.members))
     halt = replace(cluster.halt, commit=commit)
-    return replace(cluster, stage=Stage.HALTED, awaiting=cluster.member_set, highest_acknowledged=0, halt=halt)
+    return replace(cluster, stage=Stage.HALTED, awaiting=cluster.member_set, halt=halt)
 
 
 def worker_halted(cluster: ClusterState, event: ev.WorkerHalted) -> ClusterState:

@@ -68,7 +68,7 @@ def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
     probe = (event.host, event.target)
     name = next((n for n in probe if n in cluster.probing and cluster.probing[n].number == event.number), "")
     admission = cluster.probing.get(name)
-    if admission is None or probe not in admission.awaited:
+    if admission is None:
         return cluster
     answers = {**admission.answers, probe: event.reached}
     admission = replace(admission, awaited=admission.awaited - {probe}, answers=answers)

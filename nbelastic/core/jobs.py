@@ -142,7 +142,6 @@ def end(
         leaving=EMPTY,
         suspects=EMPTY,
         unexplained_breaks=NO_BREAKS,
-        highest_acknowledged=0,
         halt=Halt(),
         change_after=0.0,
         postponements=0,

@@ -59,7 +59,7 @@ class _Shared(Generic[K, V]):
     def _with(self, new: Mapping[K, V]) -> Self:
         """A copy with these keys and values."""
         if len(new) ** 2 > self._size:
-            merged = self._merged() | new if isinstance(new, dict) else {**self._merged(), **new}
+            merged = {**self._merged(), **new}
             return self._make(merged, {}, len(merged))
         return self._changed(new)
 

@@ -237,7 +237,7 @@ def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> Cluste
     out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members, removed))
     if prepared is not None:
         out.append(prepared)
-    cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.member_set, highest_acknowledged=0)
+    cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.member_set)
     return with_reason(cluster, Reason("agreed", generation=cluster.generation, commit=commit))
 
 

@@ -69,7 +69,7 @@ class EndScript(ScriptCommand):
 
     outcome: str  # succeeded, failed or stopped
     reason: str
-    round: int = 0
-    assignments: tuple[Assignment, ...] = ()
-    failure: Failure | None = None
-    host: str = ""
+    round: int
+    assignments: tuple[Assignment, ...]
+    failure: Failure | None
+    host: str

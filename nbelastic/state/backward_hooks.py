@@ -8,23 +8,19 @@ from typing import Any
 
 import torch
 
-_hooks: dict[int, Callable[[], object]] = {}  # by number
+_hooks: dict[BackwardHook, Callable[[], object]] = {}
 _original = torch.autograd.backward
 
 
 class BackwardHook:
     """Calls `hook()` after each backward pass, until `remove()`."""
 
-    _count = 0
-
     def __init__(self, hook: Callable[[], object]) -> None:
-        BackwardHook._count += 1
-        self._number = BackwardHook._count
-        _hooks[self._number] = hook
+        _hooks[self] = hook
         torch.autograd.backward = _with_hooks
 
     def remove(self) -> None:
-        _hooks.pop(self._number, None)
+        _hooks.pop(self, None)
         if not _hooks:
             torch.autograd.backward = _original
 

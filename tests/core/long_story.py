@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.cluster_snapshot import Saved, snapshot_of
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import EnvironmentReported, HostDisconnected, HostReconnected
 from nbelastic.protocol.exit_codes import GPU_LOST, HUNG
@@ -55,6 +56,7 @@ class LongStory:
         self.story.addresses = dict(chance.choice(NETWORKS))
         self.story.gpus = dict(chance.choice(GPUS))
         self.jobs = self.cells = self.programs = 0
+        self._saved: Saved | None = None
         for host in HOSTS[: chance.randint(1, 3)]:
             self.story.add(f"{host}:{chance.randint(1, 3)}")
         self.go_on()
@@ -67,6 +69,7 @@ class LongStory:
                 self.story.answer().commit(self.chance.randint(1, 3)).quiet(self.chance.choice([0.0, 0.5, 3.0]))
             if self.chance.random() < 0.3:
                 self.go_on()
+            self._save()
         settle(self.story)
         return self
 
@@ -76,6 +79,12 @@ class LongStory:
             self.jobs += 1
             self.story.submit(f"job-{self.jobs}")
         self.story.quiet(3.0)
+
+    def _save(self) -> None:
+        """Parts that have not changed since the earlier save are used again: the whole is as if it were made anew."""
+        saved = snapshot_of(self.story.cluster, self._saved)
+        assert saved == snapshot_of(self.story.cluster)
+        self._saved = self.story.cluster, saved
 
     # ---- hosts and people ----
 
