@@ -97,14 +97,14 @@ def _with_version(cluster: ClusterState, worker: Worker, version: int) -> Worker
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """End a trial whose workers have all ended. Later, let workers that were busy catch up."""
+    """End a trial whose workers have all ended."""
     trial = cluster.trial
-    if trial is not None:
-        ended = list(takewhile(lambda w: not _runs(cluster, w, trial.cell.version), trial.running))
-        if len(ended) == len(trial.running):
-            return _judge(cluster, now, out)
-        return replace(cluster, trial=replace(trial, running=trial.running - ended)) if ended else cluster
-    return _catch_up(cluster, now, out, but=cluster.failed) if cluster.setup_outdated else cluster
+    if trial is None:
+        return cluster
+    ended = list(takewhile(lambda w: not _runs(cluster, w, trial.cell.version), trial.running))
+    if len(ended) == len(trial.running):
+        return _judge(cluster, now, out)
+    return replace(cluster, trial=replace(trial, running=trial.running - ended)) if ended else cluster
 
 
 def overdue(cluster: ClusterState, now: float) -> tuple[list[WorkerId], ClusterState]:
@@ -220,14 +220,11 @@ def _with_pushed(cells: tuple[SetupCell, ...], new: SetupCell, names: frozenset[
 
 
 def _catch_up(cluster: ClusterState, now: float, out: Commands, *, but: Collection[WorkerId] = ()) -> ClusterState:
-    """Let idle and failed workers, except those in `but`, run the cells that they lack."""
-    outdated = False
+    """Let idle and failed workers, except those in `but`, run the cells that they lack. Busy ones do so when they are idle."""
     for w, worker in tuple(cluster.workers.items()):
         if worker.failed_cell and worker.state is WorkerState.FAILED and w not in but:
             cluster = _advance(cluster, w, now, out)
         elif worker.state is WorkerState.READY and not worker.job:
             cell = lacking(cluster, worker)
             cluster = _run(cluster, w, cell, now, out) if cell is not None else cluster
-        elif worker.job and worker.state is not WorkerState.STOPPED:
-            outdated = outdated or lacking(cluster, worker) is not None
-    return replace(cluster, setup_outdated=outdated)
+    return cluster

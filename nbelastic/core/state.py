@@ -300,7 +300,6 @@ class ClusterState(Struct, frozen=True):
     ending_nodes: dict[str, float] = {}  # hosts whose nodes end their workers, and when they count as ended
     setup: tuple[SetupCell, ...] = ()  # in the order in which workers run them
     trial: SetupTrial | None = None
-    setup_outdated: bool = False  # a busy worker has not run all setup cells
     setup_by: float = NEVER  # when the next setup cell will have run for too long
 
     # the reason to wait, and the end

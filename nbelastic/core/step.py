@@ -83,7 +83,7 @@ def step(
         cluster = hangs.progress(cluster, now, out)
     if cluster.stopping:
         cluster = stopping.retire(cluster, now, out)
-    if cluster.trial is not None or cluster.setup_outdated:
+    if cluster.trial is not None:
         cluster = setup_cells.progress(cluster, now, out)
     if cluster.script is not None or cluster.external_nodes:
         cluster = script_job.progress(before, cluster, now, out)

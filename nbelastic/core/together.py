@@ -34,7 +34,7 @@ def only_waits(before: ClusterState, cluster: ClusterState, now: float) -> bool:
         and not job.succeeded
         and cluster.stopped is before.stopped
         and not (cluster.disconnected or cluster.partition_check.pairs or cluster.probing or cluster.ending)
-        and not (cluster.stopping or cluster.setup_outdated or cluster.external_nodes or cluster.held_back)
+        and not (cluster.stopping or cluster.external_nodes or cluster.held_back)
         and not cluster.deferred_events
         and not (cluster.wait is not None and cluster.wait.irreplaceable)
         and (cluster.kept_state is None and cluster.trial is None)
