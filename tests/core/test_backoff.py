@@ -102,6 +102,7 @@ def test_a_host_backs_off_when_its_every_slot_does():
     story.now += 1
     story.kill("a/1#2")
     assert host_backoff_until(story.cluster.hosts["a"], story.now) == story.now + 4
+    assert host_backoff_until(story.cluster.hosts["a"], story.now + 4) == 0.0
 
 
 def test_a_healthy_spell_clears_a_slots_failures():

@@ -44,6 +44,13 @@ def test_two_hosts_of_one_machine_share_no_gpu_while_one_is_free():
     assert allotted(story)["c/0#1"] == "A"
 
 
+def test_hosts_of_one_machine_that_start_workers_at_once_share_no_gpu():
+    """A larger `max` lets the second and the third host each start a worker in one decision."""
+    story = cluster("a:1", "b:1", "c:1", gpus=dict.fromkeys("abc", "A B C"), max=1)
+    story.scale(1, 3).answer()
+    assert allotted(story) == {"a/0#1": "A", "b/0#1": "B", "c/0#1": "C"}
+
+
 def test_more_workers_than_gpus_share_them_evenly():
     story = cluster("a:4", gpus={"a": "A B"})
     assert list(allotted(story).values()) == ["A", "B", "A", "B"]
