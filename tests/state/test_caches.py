@@ -58,6 +58,19 @@ def test_what_is_not_saved_may_be_absent():
     assert newcomer.model[0].table is None
 
 
+def test_a_buffer_of_two_layers_stays_in_both():
+    """A model names it once: its other name does not look as if the sender had thrown it away."""
+    states = [TorchState(model=nn.Sequential(Cached(), Cached())) for _ in range(2)]
+    for state in states:
+        state.model[1].table = state.model[0].table
+        state.commit()
+    states[0].model[0].table.fill_(7)
+    receive(states[1], states[0])
+    first, second = states[1].model
+    assert second.table is first.table
+    assert second.table.tolist() == [7]
+
+
 def test_a_checkpoint_has_them(tmp_path):
     write(made(3), tmp_path)
     state = made()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import utils as distributed_utils
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from nbelastic import TorchState
@@ -194,3 +195,13 @@ def test_a_constructor_that_is_to_send_nothing_asks_nobody(group, begun):
     with wrapping(state, on_any_rank=lambda *_: pytest.fail("it asked")):
         DistributedDataParallel(state.model, init_sync=False)
     assert state.clean
+
+
+@pytest.mark.parametrize("argument", ["process_group", "device_mesh"])
+def test_only_the_ranks_of_the_ddps_own_group_are_asked(group, begun, argument):
+    """A DDP may be made of a part of the world: the other ranks would not answer."""
+    state, part, asked = committed(begun), dist.new_group([0]), []
+    given = part if argument == "process_group" else DeviceMesh.from_group(part, "cpu")
+    with wrapping(state, on_any_rank=lambda _, group: bool(asked.append(group))):
+        DistributedDataParallel(state.model, **{argument: given})
+    assert asked == [part]

@@ -50,6 +50,18 @@ def test_a_break_returns_to_the_commit(begun):
         state.model[1].scale *= 2
 
 
+def test_a_layer_that_cannot_take_it_back_is_left_alone(begun):
+    """It defines only `get_extra_state`: a break neither fails nor calls that."""
+
+    class Telling(nn.Linear):
+        def get_extra_state(self):
+            pytest.fail("it was called")
+
+    state = begun(TorchState(model=Telling(2, 2)))
+    state.generation_ended(aborted=True)
+    assert state.clean
+
+
 def test_a_newcomer_receives_it():
     """Its tensors come into new memory, as do other small values."""
     sender, newcomer = made(7), made()
