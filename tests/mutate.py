@@ -86,6 +86,14 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
     ("stores.py", "else 0.0", "else 1.0", "both have passed"),
     ("core/halt.py", "commit: int = 0", "commit: int = 1", "it is set before it is read"),
     ("core/chaos.py", "(victim.host, str", "(victim.worker, str", "their order by host, too"),
+    ("commit_record.py", "strict=True", "strict=False", "both are always of one length"),
+    ("modes.py", "if layer.training != mode:", "if True:", "a short cut: what follows sets an equal value then"),
+    (
+        "step_watch.py",
+        "self._changed_outside = False",
+        "self._changed_outside = True",
+        "`start` sets it again, and before that nothing is calm",
+    ),
     ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
 ]
 

@@ -119,8 +119,8 @@ def _buckets(tensors: list[torch.Tensor], size: int) -> Iterator[list[torch.Tens
 
 
 def _group(process_group: Any, device_mesh: Any) -> Any:
-    """The group of a DDP with these arguments; None: the default one."""
-    return device_mesh.get_group(mesh_dim=0) if process_group is None and device_mesh is not None else process_group
+    """The group of a DDP with these arguments, of which it takes one; None: the default one."""
+    return process_group if device_mesh is None else device_mesh.get_group(mesh_dim=0)
 
 
 def _may_rebuild(ddp: Any) -> bool:

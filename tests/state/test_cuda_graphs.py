@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from nbelastic import StateError, TorchState
+from nbelastic.state.cuda_graphs import SAMPLES
 from tests.state.training import network, step
 
 
@@ -40,6 +42,16 @@ def test_a_step_that_was_captured_before_the_loop_is_refused_at_the_commit(group
         model.weight.data.add_(1)
 
     replay(kernels)
+    with pytest.raises(StateError, match="in a CUDA graph cannot be recovered"):
+        state.commit()
+
+
+def test_a_captured_step_is_noticed_behind_layers_that_it_does_not_change(group, begun, replay):
+    """A few parameters are compared, but no frozen ones, and none in another memory format."""
+    frozen = [nn.Linear(1, 1).requires_grad_(False) for _ in range(SAMPLES)]
+    model = nn.Sequential(*frozen, nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), nn.Linear(1, 1))
+    state = begun(TorchState(model=model))
+    replay(lambda: model[-1].weight.data.add_(1))
     with pytest.raises(StateError, match="in a CUDA graph cannot be recovered"):
         state.commit()
 

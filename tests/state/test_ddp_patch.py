@@ -205,3 +205,13 @@ def test_only_the_ranks_of_the_ddps_own_group_are_asked(group, begun, argument):
     with wrapping(state, on_any_rank=lambda _, group: bool(asked.append(group))):
         DistributedDataParallel(state.model, **{argument: given})
     assert asked == [part]
+
+
+def test_values_are_received_bucket_by_bucket(group, begun, monkeypatch):
+    """A large model takes memory for one bucket more, and not for all of itself."""
+    sizes = []
+    monkeypatch.setattr(distributed_utils, "_sync_params_and_buffers", lambda _, bucket, *__: sizes.append(len(bucket)))
+    with wrapping(committed(begun)):
+        for size in (16, 17):  # bytes; a tensor has 8
+            distributed_utils._sync_params_and_buffers(None, [torch.ones(2) for _ in range(5)], size, 0)
+    assert sizes == [2, 2, 1, 3, 2]

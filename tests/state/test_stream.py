@@ -362,3 +362,13 @@ def test_a_state_is_data():
     again = numbered([3, 4])
     again.load_state_dict(state)
     assert (again.used, read(again)) == (7, [])
+
+
+@pytest.mark.parametrize("differs", ["epoch", "seed"])
+def test_a_state_from_the_beginning_of_an_epoch_is_taken(differs):
+    """No sample was used yet there, as in a new stream: only the epoch or the seed is another."""
+    there, here = ElasticStream(range(9), list, shuffle=True), ElasticStream(range(9), list, shuffle=True)
+    setattr(there, differs, 3)
+    here.load_state_dict(there.state_dict())
+    assert here.state_dict()[differs] == 3
+    assert here.remaining() == there.remaining()
