@@ -27,6 +27,16 @@ def test_commits_while_gradients_accumulate_wait_for_the_step(group, begun):
     assert (state.commits, state.seen) == (2, 8)
 
 
+def test_a_commit_waits_also_if_some_parameters_have_no_gradient(group, begun):
+    """They are frozen, or the pass did not reach them: the gradients of the others are half a sum."""
+    model, optimizer = network()
+    model.bias.requires_grad_(False)
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    backward(model)
+    state.commit()
+    assert state.commits == 0
+
+
 def test_commits_without_a_step_count(group, begun):
     """For example at the end of an epoch: counters are recorded, whether gradients of the last step exist or not."""
     model, optimizer = network()

@@ -41,7 +41,7 @@ def test_a_commit_reads_no_number_from_the_gpu(training, monkeypatch):
 
 
 def test_a_restore_returns_to_the_scale_of_the_commit(training):
-    """Scale and growth are those of the commit, also before the first step has made them."""
+    """Scale, growth and options are those of the commit, also before the first step has made them."""
     model, optimizer, scaler, state = training
     step(model, optimizer, scaler)
     state.undo()
@@ -51,6 +51,7 @@ def test_a_restore_returns_to_the_scale_of_the_commit(training):
     before, scale = scaler.state_dict(), scaler._scale
     scaler.scale(torch.ones(1))
     scaler.update(5.0)
+    scaler.set_growth_factor(4.0)
     state.restore()
     assert scaler.state_dict() == before
     assert scaler._scale is scale
@@ -88,7 +89,7 @@ def test_after_an_aborted_step_a_fused_optimizer_divides_by_the_scale_once(begun
 
 
 def test_a_learning_rate_tensor_stays_the_same_object(begun):
-    """A CUDA graph reads the tensor that it was captured with."""
+    """A CUDA graph reads the tensor that it was captured with. One of another shape is replaced."""
     model, _ = network()
     lr = torch.tensor(0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
@@ -98,3 +99,6 @@ def test_a_learning_rate_tensor_stays_the_same_object(begun):
     state.undo()
     assert optimizer.param_groups[0]["lr"] is lr
     assert lr.item() == pytest.approx(0.1)
+    optimizer.param_groups[0]["lr"] = torch.full((1,), 0.5)
+    state.undo()
+    assert optimizer.param_groups[0]["lr"].shape == ()
