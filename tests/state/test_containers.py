@@ -127,3 +127,13 @@ def test_a_break_returns_to_the_objects_of_the_commit(begun):
     state.undo()
     assert (state.first, state.second, state.third) == (warm_up, warm_up, None)
     assert warm_up.last_epoch == 0
+
+
+def test_a_tensor_stays_the_same_object_after_a_break(begun):
+    """The program, or an optimizer of its own, may hold it."""
+    mean = torch.zeros(2)
+    state = begun(ObjectState(mean=mean))
+    mean += 1
+    state.undo()
+    assert state.mean is mean
+    assert mean.tolist() == [0, 0]

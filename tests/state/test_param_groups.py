@@ -151,6 +151,15 @@ def test_an_optimizer_needs_its_model(group, begun):
         TorchState(optimizer=optimizer)
 
 
+def test_a_group_of_a_model_outside_the_state_is_refused_at_the_next_commit(begun):
+    """A program may add one at any time."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(StateError, match="optimizer trains 1 parameters of no model in the state"):
+        state.commit()
+
+
 def test_a_single_parameter(group, begun):
     """A single nn.Parameter in the state stays the object that the optimizer holds."""
     scale = nn.Parameter(torch.ones(1))
