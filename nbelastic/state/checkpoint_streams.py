@@ -17,10 +17,10 @@ class StreamTransform:
 
 
 class _UnclosableFile:
-    """A file that stays open when torch closes it, as the next tensor goes into it too."""
+    """A file that stays open when torch closes it, as the next tensor goes into it too. torch flushes what it has saved."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.write, self.flush = file.write, file.flush
 
     def close(self) -> None:
-        self.flush()
+        """The file itself is closed, and so flushed, after its last tensor."""

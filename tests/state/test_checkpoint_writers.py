@@ -2,6 +2,7 @@
 
 import errno
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +74,26 @@ def test_a_rank_0_that_was_cut_off_saves_no_old_commit(tmp_path):
     plan.ended(counter(12), turn=1)
     plan.finish()
     assert written(tmp_path)[-1] == "000002-commit-12"
+
+
+@pytest.mark.parametrize("rank_0_lives", [True, False])
+def test_the_next_rank_gives_rank_0_time_to_save_the_last_commit(tmp_path, monkeypatch, rank_0_lives):
+    """There is no driver: rank 1 waits while rank 0 may still write the last checkpoint, and writes it only after that."""
+    zero, one = (saving.Plan(str(tmp_path), 100, 3, lambda rank=rank: rank == 0) for rank in (0, 1))
+    state, clock = counter(7), [1000.0]
+
+    def sleep(seconds):
+        clock[0] += seconds
+        if rank_0_lives and written(tmp_path) == [] and clock[0] > 1001:
+            zero.ended(state, turn=0)
+            zero.finish()
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    one.ended(state, turn=2)
+    one.finish()
+    assert written(tmp_path) == ["000001-commit-7"]
+    assert one.saved == (0 if rank_0_lives else 7)
+    assert clock[0] == pytest.approx(1001 if rank_0_lives else 1000 + saving.TURN_TIMEOUT, abs=2 * saving.POLL)
 
 
 @pytest.mark.parametrize("step", ["verify", "read_description"])

@@ -72,6 +72,21 @@ def test_a_job_goes_on_from_a_checkpoint_with_its_layers(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_line_about_one_parameter_speaks_of_no_others(tmp_path, capsys):
+    """Only the bias of a layer was unfrozen, and only a weight is in the group that the checkpoint lacks."""
+    saved, state = fine_tuning(0), fine_tuning(0)
+    saved.model[0].bias.requires_grad_(True)
+    del saved.optimizer.param_groups[0]["params"][0]
+    path = write(saved, tmp_path)
+    weight = state.optimizer.param_groups[0]["params"].pop(0)
+    state.optimizer.add_param_group({"params": [weight]})
+    saving.load(state, tmp_path)
+    assert capsys.readouterr().err.splitlines() == [
+        f"nbelastic: requires_grad of model.0.bias is as in {path.name}, and not as the program has set it.",
+        f"nbelastic: optimizer does not train model.0.weight: it has no such group in {path.name}.",
+    ]
+
+
 def test_a_checkpoint_of_an_older_version_leaves_the_layers_as_they_are(tmp_path, monkeypatch):
     state = unfrozen()
     live = state._live()
