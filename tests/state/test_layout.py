@@ -1,5 +1,7 @@
 """Changes of a model or an optimizer during a job, and what a state refuses, each by name."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,21 @@ def test_a_replaced_layer_that_the_optimizer_does_not_know_is_refused(begun):
     model[1] = nn.Linear(4, 3)
     with pytest.raises(StateError, match="optimizer trains 2 parameters of no model in the state"):
         state.commit()
+
+
+def test_a_layer_of_torchscript_is_a_part_of_the_state(begun):
+    """It gives out new dictionaries of its parameters at each access. Its changes are undone, and a layer beside it is noticed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 3))
+    state = begun(TorchState(model=model))
+    assert state.clean
+    with torch.no_grad():
+        model[0].weight.zero_()
+    state.restore()
+    assert model[0].weight.any()
+    model[1].scale = nn.Parameter(torch.ones(3))
+    assert not state.clean
 
 
 def test_buffers_and_gradients_are_not_new_layers(begun):
