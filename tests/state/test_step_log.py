@@ -1,7 +1,10 @@
 """A StepLog through kills of the rank that writes: each step once, with the values of its last run."""
 
 import sys
+import time
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -239,6 +242,93 @@ def test_weights_and_biases_resumes_one_run(monkeypatch):
     (run,) = fake.runs.values()
     assert run.rows == [(step, {"x": 1.0}) for step in range(1, 31)] + [(31, {"x": 2.0})]
     assert run.finished == 1
+
+
+class Metric(NamedTuple):
+    """In the order of MLflow's own."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+class FakeMLflow:
+    """The part of mlflow that a log uses: a server that takes at most 1000 metrics at once."""
+
+    entities = SimpleNamespace(Metric=Metric)
+
+    def __init__(self):
+        self.experiments, self.runs, self.sizes = {}, [], []
+        self.MlflowClient = lambda tracking_uri: self if tracking_uri == "http://server" else None
+
+    def get_experiment_by_name(self, name):
+        return self.experiments.get(name)
+
+    def create_experiment(self, name):
+        assert name not in self.experiments
+        self.experiments[name] = SimpleNamespace(experiment_id=f"number of {name}")
+        return self.experiments[name].experiment_id
+
+    def search_runs(self, numbers, query):
+        return [run for run in self.runs if numbers == [run.number] and query == f"tags.`nbelastic.log` = '{run.key}'"]
+
+    def create_run(self, number, *, tags, run_name):
+        info = SimpleNamespace(run_id=len(self.runs))
+        run = SimpleNamespace(info=info, number=number, key=tags["nbelastic.log"], name=run_name, metrics=[], ended=0)
+        self.runs.append(run)
+        return run
+
+    def get_metric_history(self, run_id, name):
+        return [metric for metric in self.runs[run_id].metrics if metric.key == name]
+
+    def log_batch(self, run_id, *, metrics):
+        assert len(metrics) <= 1000
+        self.sizes.append(len(metrics))
+        self.runs[run_id].metrics += metrics
+
+    def set_terminated(self, run_id):
+        self.runs[run_id].ended += 1
+
+
+@pytest.fixture
+def fake_mlflow(monkeypatch):
+    fake = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    return fake
+
+
+def mlflow_log():
+    return StepLog.mlflow("one", run_name="mine", tracking_uri="http://server")
+
+
+def test_mlflow_resumes_one_run(fake_mlflow):
+    """The next writer goes on in the run of the first, and leaves the steps that it has as they are. Another log has its own."""
+    log, other, next_writer = mlflow_log(), mlflow_log(), mlflow_log()
+    for step in range(30):
+        log(step, x=1.0)
+        log.committed(writes=True)
+    other(x=5.0)
+    other.committed(writes=True)
+    next_writer.load_state_dict(log.state_dict())
+    next_writer(x=2.0)
+    next_writer.committed(writes=True)
+    next_writer.close()
+    one, two = fake_mlflow.runs
+    assert [metric[:2] + metric[3:] for metric in one.metrics] == [*(("x", 1.0, n) for n in range(30)), ("x", 2.0, 30)]
+    assert (one.name, one.ended, two.ended, len(two.metrics)) == ("mine", 1, 0, 1)
+    assert 0 <= time.time() - one.metrics[-1].timestamp / 1000 < 60
+
+
+def test_many_numbers_reach_mlflow_in_pages(fake_mlflow):
+    """A server refuses more than 1000 at once. As soon as there are so many, they are sent."""
+    log = mlflow_log()
+    for numbers in (2500, 500, 500, 10):
+        log(**{f"x{number}": 1.0 for number in range(numbers)})
+        log.committed(writes=True)
+    assert fake_mlflow.sizes == [1000, 1000, 500, 1000]
+    log.close()
+    assert fake_mlflow.sizes[4:] == [10]
 
 
 def test_a_tool_that_is_not_installed(monkeypatch):
