@@ -283,6 +283,17 @@ class ZeroRedundancyOptimizer(torch.optim.SGD):
     """As in torch.distributed.optim, where it needs a process group."""
 
 
+class FullyShardedDataParallel(nn.Module):
+    """As in torch.distributed.fsdp, where it needs a process group."""
+
+
+def managed():
+    """A layer inside such a module, which it marks."""
+    model = nn.Linear(2, 2)
+    model._is_fsdp_managed_module = True
+    return model
+
+
 class Sharded(torch.Tensor):
     """Like a DTensor."""
 
@@ -302,8 +313,10 @@ def sharded():
         (StatefulDataLoader, "thing is a StatefulDataLoader.*use nbe.ElasticSampler"),
         (lambda: ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), lr=1), "thing is ZeroRedundancyOptimizer"),
         (sharded, "thing is sharded over ranks.*Use DistributedDataParallel"),
+        (FullyShardedDataParallel, "thing is sharded over ranks.*Use DistributedDataParallel"),
+        (managed, "thing is sharded over ranks.*Use DistributedDataParallel"),
     ],
-    ids=["generator", "loader", "zero", "sharded"],
+    ids=["generator", "loader", "zero", "sharded", "fsdp", "inside fsdp"],
 )
 def test_what_cannot_be_recovered_is_refused_by_name(make, line):
     """The constructor raises, with one line that names an alternative."""
