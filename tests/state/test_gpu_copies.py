@@ -1,10 +1,13 @@
 """Copies of tensors on a GPU: where they are, which stream makes them, and when pinned memory is given back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nbelastic import TorchState
 from nbelastic.state import tensor_snapshot
+from nbelastic.state.checkpoints import CopyMemory
 from nbelastic.state.tensor_snapshot import TensorSnapshot
 from tests.state.training import network, step
 from tests.support.fake_cuda import GPU, FakeCuda, OnGpu
@@ -144,3 +147,17 @@ def test_a_change_without_a_hook_is_never_copied_in_the_background(begun):
         state.commit()
         assert state._tensors.keep
         assert not state._tensors.in_background
+
+
+def test_a_checkpoint_is_written_when_the_gpu_has_copied_it(cuda, monkeypatch):
+    """The copy is made in the order of the training's stream, and an event after it says when it may be read."""
+
+    class Event:
+        def record(self, stream):
+            cuda.calls.append(f"event on {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    state = SimpleNamespace(commits=3, _live=lambda: {"weights": on_gpu(4), "more": on_gpu(2)})
+    _, events = CopyMemory().copy(state)
+    assert cuda.take()[-1] == "event on main"
+    assert [type(event) for event in events] == [Event]
