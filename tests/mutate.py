@@ -95,7 +95,7 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "`start` sets it again, and before that nothing is calm",
     ),
     ("replica_hash.py", "non_blocking=True", "non_blocking=False", "only how fast it is, on a GPU"),
-    ("takeover.py", "strict=True", "strict=False", "all three are of one length by then"),
+    ("state/takeover.py", "strict=True", "strict=False", "all three are of one length by then"),
     ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
 ]
 
