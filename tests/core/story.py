@@ -46,7 +46,7 @@ class Story(FakeCluster):
         self.said: list[cmd.Command] = []
         self.heard: list[ev.Event] = []
         self.versions = 0  # of setup cells
-        decisions.stories.append(self)
+        decisions.note_story(self)
         for host in hosts:
             self.add(host)
 

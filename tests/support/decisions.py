@@ -2,10 +2,11 @@
 
 A hash changes with every command, every word of a record and every reason to wait, also those that the test does not look at.
 If you meant to change what the driver decides, `python -m pytest tests/core --write-decisions` renews the file, and its diff
-names the stories that go another way now. `--decisions-to FOLDER` writes the decisions themselves, a file for each test: `diff
--r` with those of another commit shows what has changed.
+names the stories that go another way now. A new test is added to the file in the same way. `--decisions-to FOLDER` writes the
+decisions themselves, a file for each test: `diff -r` with those of another commit shows what has changed.
 
-After the test a new driver takes over each of its stories: what that one decides counts too.
+After the test a new driver takes over each of its stories: what that one decides counts too. Tests of hypothesis and soak tests
+are left out, as their stories differ from run to run.
 """
 
 from __future__ import annotations
@@ -18,65 +19,99 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import is_hypothesis_test
 
-FILE = Path(__file__).parents[1] / "core" / "decisions.txt"
+FILE = Path(__file__).resolve().parents[1] / "core" / "decisions.txt"
 LIMIT = 30  # decisions that are shown of a story that goes another way
 
-stories: list[Any] = []  # of the present test
+_stories: list[Any] = []  # of the present test
 _taken: list[str] = []  # in the present test
+_is_noted = False  # whether what the present test decides is noted
 _encoder = msgspec.json.Encoder(order="deterministic")
 _recorded: dict[str, str] = {}
 _found: dict[str, str] = {}
+_collected: set[str] = set()
+
+
+def note_story(story: object) -> None:
+    """A story begins. After the test a new driver takes over in it."""
+    if _is_noted:
+        _stories.append(story)
 
 
 def note(entry: object, commands: Iterable[object], reason: str) -> None:
     """The core has decided on these commands after an event, or something else that its name says."""
-    name = entry if isinstance(entry, str) else type(entry).__name__
-    said = [f"    {type(command).__name__} {_encoder.encode(command).decode()}" for command in commands]
-    _taken.append("\n".join([f"{name}: {reason}", *said]))
+    if _is_noted:
+        name = entry if isinstance(entry, str) else type(entry).__name__
+        said = [f"    {type(command).__name__} {_encoder.encode(command).decode()}" for command in commands]
+        _taken.append("\n".join([f"{name}: {reason}", *said]))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-decisions", action="store_true", help="renew tests/core/decisions.txt for the tests of this run"
+        "--write-decisions",
+        action="store_true",
+        help="write what the core decides now in the tests of this run to tests/core/decisions.txt, as hashes",
     )
-    parser.addoption("--decisions-to", type=Path, metavar="FOLDER", help="write what the core decides in each test")
+    parser.addoption(
+        "--decisions-to",
+        type=Path,
+        metavar="FOLDER",
+        help="write what the core decides in each test of tests/core to a text file in this folder",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.write_decisions and getattr(config.option, "numprocesses", None):
-        raise pytest.UsageError("--write-decisions works without -n.")
-    _recorded.clear()
-    _found.clear()
+        raise pytest.UsageError("--write-decisions works only without -n.")
+    for known in (_recorded, _found, _collected):
+        known.clear()
     lines = FILE.read_text("utf-8").splitlines() if FILE.exists() else []
-    _recorded.update(line.rsplit(" ", 1) for line in lines)  # type: ignore[arg-type]
+    for line in lines:
+        name, _, value = line.rpartition(" ")
+        if "::" in name:  # else it is a mark of a merge conflict
+            _recorded[name] = value
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    _collected.add(_name(item))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    stories.clear()
-    _taken.clear()
-    yield
-    if (_taken or stories) and _repeats_itself(item):
-        _take_over()
-        _compare(item)
+    global _is_noted
+    name = _name(item)
+    _is_noted = bool(name)
+    try:
+        yield
+        if _taken or _stories:
+            _take_over()
+            _compare(item, name)
+        else:
+            _recorded.pop(name, None)
+    finally:
+        _is_noted = False
+        _stories.clear()
+        _taken.clear()
 
 
-def _repeats_itself(item: pytest.Item) -> bool:
-    """Whether each run of it has the same story: hypothesis writes others each time."""
-    function = getattr(item, "obj", None)
-    return getattr(item, "cls", None) is None and not getattr(function, "is_hypothesis_test", False)
+def _name(item: pytest.Item) -> str:
+    """The test's name in the file; empty: it is in another folder, or has another story in each run."""
+    differs = is_hypothesis_test(getattr(item, "obj", None)) or item.get_closest_marker("soak") is not None
+    path = item.path.resolve()
+    if differs or not path.is_relative_to(FILE.parent):
+        return ""
+    return f"{path.relative_to(FILE.parent).as_posix()}::{item.nodeid.partition('::')[2]}"
 
 
 def _take_over() -> None:
     from tests.core.away import Away
 
-    for story in list(stories):
+    for story in list(_stories):
         Away(story).new_driver().quiet(1.0)
 
 
-def _compare(item: pytest.Item) -> None:
-    name = item.nodeid.removeprefix("tests/core/")
+def _compare(item: pytest.Item, name: str) -> None:
     text = "\n".join(_taken) + "\n"
     _found[name] = hashlib.sha256(text.encode()).hexdigest()[:12]
     folder = item.config.option.decisions_to
@@ -86,17 +121,28 @@ def _compare(item: pytest.Item) -> None:
         (folder / f"{file}.txt").write_text(text, "utf-8")
     if item.config.option.write_decisions or _recorded.get(name) == _found[name]:
         return
-    what = "are others than before" if name in _recorded else f"are not in {FILE.name}"
+    what = "The core decides otherwise in this test than" if name in _recorded else "This test is not yet in"
     pytest.fail(
-        f"The decisions of this story {what}; tests/support/decisions.py says what to do. The last ones are now:\n"
-        + "\n".join(_taken[-LIMIT:]),
+        f"{what} tests/core/{FILE.name}, which has a hash of what the core decides in each test.\n"
+        f"If you meant that: python -m pytest tests/core/{name.partition('::')[0]} --write-decisions, and commit that file.\n"
+        "To see what differs, run this test with --decisions-to FOLDER before and after your change, and compare the "
+        "folders with diff -r.\nThe last decisions are now:\n" + "\n".join(_taken[-LIMIT:]),
         pytrace=False,
     )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.option.write_decisions:
-        whole = not session.config.option.keyword and session.config.args == ["tests/core"]
-        kept = {} if whole else _recorded  # those of tests that are gone end with a run of all of them
+    option = session.config.option
+    if option.write_decisions and not option.collectonly:
+        kept = {name: value for name, value in _recorded.items() if not _is_gone(name, session.config)}
         lines = sorted(f"{name} {value}" for name, value in {**kept, **_found}.items())
         FILE.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+
+def _is_gone(name: str, config: pytest.Config) -> bool:
+    """Whether there is no such test any more: its file is gone, or all tests of it were collected, and this one was not."""
+    file = name.partition("::")[0]
+    if not (FILE.parent / file).exists():
+        return True
+    is_whole = not getattr(config.option, "lf", False) and not any("::" in argument for argument in config.args)
+    return is_whole and name not in _collected and any(other.startswith(f"{file}::") for other in _collected)
