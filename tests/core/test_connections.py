@@ -293,3 +293,23 @@ def test_a_host_that_opens_its_connection_itself_is_not_lost_before_it_is_up():
     assert story.cluster.hosts["b"].phase is HostPhase.STARTING
     story.send(HostDisconnected("b", "the ssh connection to b has ended"))
     assert story.cluster.hosts["b"].phase is HostPhase.LOST
+
+
+def test_a_host_whose_partner_is_lost_late_in_a_step_is_probed_with_others_at_once():
+    """A newcomer that was held back may join again. That change needs a host that has received no orders for over a minute."""
+    story = Story(min=1, cooldown=(0.0, 0.0))
+    for number in (1, 2):
+        story.add(f"gpu{number}:1", f"10.0.0.{number}").answer()
+    story.run().commit(3).answer().add("gpu3:1", "10.0.0.3")
+    for _ in range(2):
+        story.answer(lambda e: not isinstance(e, ev.WorkerPrepared)).wait(1.5)
+    story.wait(story.cluster.prepare_by - story.now)
+    assert story.cluster.held_back.keys() == {wid("gpu3/0#1")}
+    release = story.now + 70.0
+    story.cluster = replace(story.cluster, held_back={wid("gpu3/0#1"): release})
+    story.send(HostDisconnected("gpu2", "ssh has ended"))
+    story.wait(68.0).add("gpu4:1", "10.0.0.4").hear(ev.AgentReady)
+    assert story.cluster.probing["gpu4"].partners == ("gpu3", "gpu1", "gpu2")
+    story.wait(release - story.now)
+    assert story.cluster.hosts["gpu2"].phase is HostPhase.LOST
+    assert story.cluster.probing["gpu4"].partners == ("gpu3", "gpu1")
