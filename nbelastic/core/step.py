@@ -69,17 +69,15 @@ def step(
         cluster = connections.progress(cluster, now, out)
     if cluster.partition_check.pairs:
         cluster = partitions.progress(cluster, now, out)
-    cluster = host_admission.progress(
-        cluster, now, out
-    )  # the partition check may have excluded a partner of a probed host
+    # the partition check may have excluded a partner of a probed host
+    cluster = host_admission.progress(cluster, now, out)
     while cluster.ending:
         drained = requests.drain_succeeded_hosts(cluster, now, out)
         if drained is cluster:
             break
-        cluster = host_admission.progress(
-            drained, now, out
-        )  # a host that had no workers has left, and may be a partner
-    if cluster.kept_state is not None:  # on a host that either of the two may have excluded
+        # a host that had no workers has left, and may be a partner
+        cluster = host_admission.progress(drained, now, out)
+    if cluster.kept_state is not None:  # on a host that may be lost or gone by now
         cluster = hangs.progress(cluster, now, out)
     if cluster.stopping:
         cluster = stopping.retire(cluster, now, out)
