@@ -38,10 +38,10 @@ GPUS = (
 class LongStory:
     """`LongStory(7).play(40)`: what happens is drawn with the seed 7. `story` has the cluster."""
 
-    def __init__(self, seed: int, kind: Callable[..., Story] = Story) -> None:
+    def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
         low = chance.randint(1, 3)
-        self.story = kind(
+        self.story = Story(
             min=low,
             max=chance.choice([None, low, low + chance.randint(1, 4)]),
             spares=chance.choice([0, 0, 1]),
