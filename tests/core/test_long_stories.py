@@ -1,4 +1,4 @@
-"""Hosts, workers, users, networks, programs and drivers act as a seed says; the invariants hold, and in the end a world trains."""
+"""Hosts, workers, users, networks, programs and drivers act as a seed says: the invariants hold, and in the end all train that can."""
 
 from __future__ import annotations
 
