@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.inner_pytest import run_pytest
+
 PLUGIN = "from pathlib import Path\nfrom tests.support import decisions\ndecisions.FILE = Path(__file__).resolve().with_name('core') / 'decisions.txt'\n"
 STORY = """
 import pytest
@@ -46,19 +44,7 @@ def run(tmp_path):
     (tmp_path / "core" / "test_it.py").write_text(STORY)
 
     def of(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.decisions", "-p", "no:cacheprovider"]
-        outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        outer |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, *(arguments or ("core",))],
-            cwd=tmp_path,
-            env=outer,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return done.returncode, done.stdout + done.stderr
+        return run_pytest("-q", "-p", "tests.support.decisions", *(arguments or ("core",)), cwd=tmp_path)
 
     return of
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.inner_pytest import ROOT, run_pytest
+
 TESTS = """
 import pytest
 
@@ -58,19 +55,7 @@ def run(tmp_path):
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak:\n    gpu:\n")
         (tmp_path / "test_it.py").write_text(text)
         plugins = ("-p", "_hypothesis_pytestplugin", "-p", "tests.support.soak", "-p", "tests.support.skips")
-        command = [sys.executable, "-m", "pytest", "-v", *plugins, "-p", "no:cacheprovider", *arguments]
-        outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        outer["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing the other plug-ins takes seconds
-        done = subprocess.run(
-            [*command, str(tmp_path / file)],
-            cwd=ROOT,
-            env=outer,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return done.returncode, done.stdout + done.stderr
+        return run_pytest("-v", *plugins, *arguments, str(tmp_path / file), cwd=ROOT)
 
     return of
 
