@@ -6,7 +6,6 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from nbelastic.core import commands as cmd
 from nbelastic.core.state import Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostDisconnected, HostReconnected
@@ -177,10 +176,7 @@ class AnyStory(RuleBasedStateMachine):
     @rule(data=st.data(), seconds=st.sampled_from([11.0, 100.0, 1000.0]), idle=st.booleans())
     def is_silent(self, data, seconds, idle):
         w = self._worker(data)
-        mark = self.story.mark()
-        self.story.send(ev.WorkerSilent(w, seconds, idle))
-        if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
-            self.story._forget(w)
+        self.story.send_about(w, ev.WorkerSilent(w, seconds, idle))
 
     @precondition(lambda self: any(isinstance(e, ev.WorkerExited) for e in self.story.answers))
     @rule(data=st.data())
@@ -198,10 +194,7 @@ class AnyStory(RuleBasedStateMachine):
     @rule(data=st.data())
     def restart(self, data):
         w = self._worker(data)
-        mark = self.story.mark()
-        self.story.send(ev.RestartRequested(w, "a test"))
-        if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
-            self.story._forget(w)
+        self.story.send_about(w, ev.RestartRequested(w, "a test"))
 
     @precondition(lambda self: self.story.cluster.stage is Stage.FORMING and self.story.cluster.formation.receivers)
     @rule(data=st.data())

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from nbelastic.core import arrivals
 from nbelastic.core import commands as cmd
+from nbelastic.core.cluster_snapshot import Saved, is_saved, snapshot_of
 from nbelastic.core.host_admission import external_addresses, wide
 from nbelastic.core.persistent import PersistentDict, PersistentSet
 from nbelastic.core.reasons import in_words
@@ -44,6 +47,15 @@ def check(
         raise AssertionError(
             f"{fault}\nreason: {in_words(cluster.reason, now)}\nstage: {cluster.stage}\ncommands: {commands}"
         )
+
+
+def check_saved(cluster: ClusterState, earlier: Saved | None) -> Saved:
+    """Parts that have not changed since the earlier save are used again: the whole is as if it were made anew."""
+    saved = snapshot_of(cluster, earlier)
+    assert saved == snapshot_of(cluster)
+    if earlier is not None and is_saved(earlier[0], cluster):
+        assert replace(saved, ran=()) == replace(earlier[1], ran=())
+    return cluster, saved
 
 
 def faults(

@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nbelastic.core import commands as cmd
-from nbelastic.core.cluster_snapshot import Saved, snapshot_of
+from nbelastic.core.cluster_snapshot import Saved
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import EnvironmentReported, HostDisconnected, HostReconnected
 from nbelastic.protocol.exit_codes import GPU_LOST, HUNG
@@ -19,6 +18,7 @@ from nbelastic.protocol.ids import Gpu, WorkerId
 from nbelastic.protocol.program_events import BreakpointReached, ReplicaDiffered, SwapCancelled, SwapSubmitted
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
+from tests.core.invariants import check_saved
 from tests.core.settled import settle
 from tests.core.story import Story
 
@@ -36,12 +36,12 @@ GPUS = (
 
 
 class LongStory:
-    """`LongStory(7).play(40)`: what happens is drawn with the seed 7. `story` has the cluster."""
+    """`LongStory(7).play(40)`: what happens is drawn with the seed 7. `story` has the cluster, and is of this `kind`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: type[Story] = Story) -> None:
         self.chance = chance = random.Random(seed)
         low = chance.randint(1, 3)
-        self.story = Story(
+        self.story = kind(
             min=low,
             max=chance.choice([None, low, low + chance.randint(1, 4)]),
             spares=chance.choice([0, 0, 1]),
@@ -61,15 +61,17 @@ class LongStory:
             self.story.add(f"{host}:{chance.randint(1, 3)}")
         self.go_on()
 
-    def play(self, count: int) -> LongStory:
-        things = [getattr(self, name) for name in sorted(vars(LongStory)) if name.startswith("may_")]
+    def play(self, count: int, *, one_driver: bool = False) -> LongStory:
+        """So many things happen. `one_driver`: the driver does not end."""
+        names = [name for name in sorted(vars(LongStory)) if name.startswith("may_")]
+        things = [getattr(self, name) for name in names if not (one_driver and name == "may_lose_driver")]
         for _ in range(count):
             self.chance.choice(things)()
             if self.chance.random() < 0.5:
                 self.story.answer().commit(self.chance.randint(1, 3)).quiet(self.chance.choice([0.0, 0.5, 3.0]))
             if self.chance.random() < 0.3:
                 self.go_on()
-            self._save()
+            self._saved = check_saved(self.story.cluster, self._saved)
         settle(self.story)
         return self
 
@@ -79,12 +81,6 @@ class LongStory:
             self.jobs += 1
             self.story.submit(f"job-{self.jobs}")
         self.story.quiet(3.0)
-
-    def _save(self) -> None:
-        """Parts that have not changed since the earlier save are used again: the whole is as if it were made anew."""
-        saved = snapshot_of(self.story.cluster, self._saved)
-        assert saved == snapshot_of(self.story.cluster)
-        self._saved = self.story.cluster, saved
 
     # ---- hosts and people ----
 
@@ -148,7 +144,7 @@ class LongStory:
         self.story.send(ev.SetupCleared(self.chance.choice(["", "k", "l"])))
 
     def may_restart(self) -> None:
-        self.one(lambda w: self._ends(w, ev.RestartRequested(w, "a test")))
+        self.one(lambda w: self.story.send_about(w, ev.RestartRequested(w, "a test")))
 
     # ---- processes, hosts and networks ----
 
@@ -158,11 +154,11 @@ class LongStory:
                 self.story.kill(str(w), code=self.chance.choice([-9, -11, 0, 1, HUNG, GPU_LOST]))
 
     def may_freeze(self) -> None:
-        self.one(lambda w: self._ends(w, ev.WorkerFrozen(w, "stopped")))
+        self.one(lambda w: self.story.send_about(w, ev.WorkerFrozen(w, "stopped")))
 
     def may_be_silent(self) -> None:
         seconds = self.chance.choice([11.0, 100.0, 1000.0])
-        self.one(lambda w: self._ends(w, ev.WorkerSilent(w, seconds, self.chance.random() < 0.5)))
+        self.one(lambda w: self.story.send_about(w, ev.WorkerSilent(w, seconds, self.chance.random() < 0.5)))
         self.one(lambda w: self.story.send(ev.WorkerResponded(w)))
 
     def may_lose_host(self) -> None:
@@ -193,8 +189,7 @@ class LongStory:
         self.story.mute ^= {self.chance.choice(HOSTS)}
 
     def may_mend(self) -> None:
-        self.story.cut.clear()
-        self.story.mute.clear()
+        self.story.mend()
 
     # ---- the training ----
 
@@ -230,7 +225,7 @@ class LongStory:
 
     def may_differ(self) -> None:
         equal = self.chance.random() < 0.5
-        self.one(lambda w: self._ends(w, ReplicaDiffered(w, self.story.cluster.generation, 3, equal)))
+        self.one(lambda w: self.story.send_about(w, ReplicaDiffered(w, self.story.cluster.generation, 3, equal)))
 
     def may_come_to_breakpoint(self) -> None:
         self.inside(lambda w: self.story.send(BreakpointReached(w, 1, "train.py:9 in step", "")))
@@ -291,10 +286,3 @@ class LongStory:
         waiting = {e.worker for e in story.answers if isinstance(e, ev.WorkerFormed | ev.WorkerReady)}
         there = {w for w, fake in story.fakes.items() if fake.generation and not fake.returned} - story.stuck
         return sorted(there - waiting)
-
-    def _ends(self, w: WorkerId, event: ev.Event) -> None:
-        """The driver may kill the worker for this."""
-        mark = self.story.mark()
-        self.story.send(event)
-        if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
-            self.story._forget(w)

@@ -13,8 +13,7 @@ LONG_ENOUGH = 4  # times ten minutes: every deadline is over by then
 
 def settle(story: Story) -> None:
     """Networks are mended, debuggers left, hosts added again; all answer and time passes. Then every worker that can train does."""
-    story.cut.clear()
-    story.mute.clear()
+    story.mend()
     for name in sorted(story.cluster.disconnected):
         story.send(HostReconnected(name))
     story.send(ev.ResumeRequested("a test"))

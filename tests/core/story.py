@@ -221,6 +221,20 @@ class Story(FakeCluster):
         self.send(ev.AgentLost(name, reason))
         return self
 
+    def send_about(self, w: WorkerId, event: ev.Event) -> Story:
+        """Send an event for which the driver may kill this worker. Its end is not reported then."""
+        mark = self.mark()
+        self.send(event)
+        if cmd.StopWorker(w, kill=True) in self.commands(cmd.StopWorker, mark):
+            self._forget(w)
+        return self
+
+    def mend(self) -> Story:
+        """All hosts reach one another, and answer probes."""
+        self.cut.clear()
+        self.mute.clear()
+        return self
+
     def tear(self, *workers: str) -> Story:
         """A transfer breaks off: the receivers hold parts of two commits, and report it."""
         for name in workers:

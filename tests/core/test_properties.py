@@ -8,15 +8,13 @@ from __future__ import annotations
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from msgspec.structs import replace
 
-from nbelastic.core import commands as cmd
-from nbelastic.core.cluster_snapshot import is_saved, snapshot_of
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.program_events import ReplicaDiffered
 from tests.core.any_story import HOSTS, AnyStory
+from tests.core.invariants import check_saved
 from tests.core.repeats import WORDS
 from tests.core.settled import check_settled, settle
 from tests.core.story import IN_TIME
@@ -48,8 +46,7 @@ class EveryStory(AnyStory):
     @precondition(lambda self: self.story.cut or self.story.mute)
     @rule()
     def mend(self):
-        self.story.cut.clear()
-        self.story.mute.clear()
+        self.story.mend()
 
     @precondition(lambda self: any(isinstance(e, ev.Probed) for e in self.story.answers))
     @rule(data=st.data())
@@ -104,10 +101,8 @@ class EveryStory(AnyStory):
 
     @rule(late=st.sampled_from([0, 0, 1]), were_equal=st.booleans(), data=st.data())
     def differ(self, late, were_equal, data):
-        w, mark = self._worker(data), self.story.mark()
-        self.story.send(ReplicaDiffered(w, self.story.cluster.generation - late, 3, were_equal))
-        if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
-            self.story._forget(w)
+        w = self._worker(data)
+        self.story.send_about(w, ReplicaDiffered(w, self.story.cluster.generation - late, 3, were_equal))
 
     @rule(late=st.sampled_from([0, 0, 1]))
     def go_on(self, late):
@@ -187,12 +182,7 @@ class EveryStory(AnyStory):
     @invariant()
     def what_is_saved_is_up_to_date(self):
         """Parts that have not changed since the earlier save are used again: the whole is as if it were made anew."""
-        earlier = getattr(self, "earlier", None)
-        saved = snapshot_of(self.story.cluster, earlier)
-        assert saved == snapshot_of(self.story.cluster)
-        if earlier is not None and is_saved(earlier[0], self.story.cluster):
-            assert replace(saved, ran=()) == replace(earlier[1], ran=())
-        self.earlier = self.story.cluster, saved
+        self.earlier = check_saved(self.story.cluster, getattr(self, "earlier", None))
 
     @invariant()
     def cooling_is_visible(self):

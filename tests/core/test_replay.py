@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from msgspec.structs import replace
 
@@ -19,9 +17,8 @@ from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.messages import Blob, Pushed
 from nbelastic.protocol.worker_messages import WorkerReport
 from tests.core.fakes import wid
+from tests.core.long_story import LongStory
 from tests.core.story import Story
-
-HOSTS = ("gpu7", "gpu1", "gpu4", "gpu3", "gpu9", "gpu2")
 
 
 class Recorder(Story):
@@ -57,42 +54,10 @@ def test_a_replay_makes_the_same_decisions():
     assert steps[-1].number == len(story.heard)
 
 
-def a_long_story(seed: int) -> Recorder:
-    """Six hosts with ten workers: hosts and workers come and go, networks are cut, jobs begin and end."""
-    chance = random.Random(seed)
-    story = Recorder(min=2, max=9, cooldown=(1.0, 4.0))
-    for number, host in enumerate(HOSTS):
-        story.add(f"{host}:{1 + number % 3}", f"10.0.0.{number}")
-    story.run().commit(3).answer()
-    for _ in range(40):
-        match chance.randrange(7):
-            case 0:
-                story.kill(*chance.sample(story.names, min(2, len(story.names))))
-            case 1:
-                story.remove(chance.choice(HOSTS))
-            case 2:
-                story.add(f"{chance.choice(HOSTS)}:{chance.randint(1, 4)}")
-            case 3:
-                story.scale(2, chance.randint(3, 10))
-            case 4:
-                pairs = [chance.sample(range(len(HOSTS)), 2) for _ in range(3)]
-                story.cut = {(HOSTS[one], f"10.0.0.{other}") for one, other in pairs}
-                story.commit(2).stand_still(5.0)
-            case 5:
-                story.mute ^= set(chance.sample(HOSTS, 2))
-                story.lose_host(chance.choice(HOSTS)) if story.cluster.hosts.keys() >= set(HOSTS) else story.wait(2.0)
-            case 6 if story.cluster.active:
-                story.stop_job(story.job.name)
-            case _:
-                story.submit(f"job-{len(story.said)}")
-        story.quiet(chance.choice([0.0, 1.0, 6.0])).commit(3).answer()
-    return story
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_long_log_is_replayed_to_the_same_end(seed):
     """Hosts that come, go and fail to reach each other: their events, written down and read again, lead to the same state."""
-    story = a_long_story(seed)
+    story = LongStory(seed, Recorder).play(120, one_driver=True).story
     steps = played(story.log)
     assert len(steps) > 300
     assert [command for each in steps for command in each.commands] == story.said
