@@ -55,7 +55,7 @@ def configured(folder: Path, **given: Any) -> Config:
     )
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_an_agent_whose_main_thread_hangs_becomes_silent_and_ends(tmp_path: Path) -> None:
     """An agent whose main thread hangs sends nothing, although its link's thread runs, and ends."""
     hangs = tmp_path / "hangs"

@@ -19,7 +19,7 @@ def complaints_of_axe(page):
     return [(violation["id"], violation["nodes"][0]["html"][:200]) for violation in found]
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_dashboard_works_while_a_cell_runs(lab, page, notebook, output_path):
     """Start and train. While a cell runs: add a host, read logs and stacks, lose a worker, and remove the host."""
     page.set_viewport_size({"width": 1300, "height": 1500})

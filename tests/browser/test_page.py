@@ -28,7 +28,7 @@ def address(start_hostless):
             process.kill()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_two_pages_show_and_change_a_cluster(context, address):
     """A request of one page changes both; files can be saved; the end of the cluster ends the command. axe finds no fault, and no
     error is logged."""

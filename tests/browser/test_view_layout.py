@@ -51,7 +51,7 @@ def test_nothing_moves_between_press_and_release(view, clock):
 OTHERS = [(400, "light"), (1200, "dark"), (1200, None)]
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (800, "dark"), (1600, "light")])
 def test_nothing_is_cut_off(view, width, scheme, output_path):
     """No sideways scrolling from a phone's width on, in JupyterLab's own colours."""

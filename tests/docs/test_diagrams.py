@@ -8,7 +8,7 @@ from nbelastic.core.state import WorkerState
 from tests.docs.draw_states import PAGE, STAGES, diagrams, drawn, redraw
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_page_shows_what_the_code_does():
     """Every transition that can be seen is drawn, with what causes it, and no other.
 

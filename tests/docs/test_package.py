@@ -167,7 +167,7 @@ def test_the_sdist_has_what_a_build_needs(built):
     }
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_it_runs_with_what_it_declares(wheel, declared, tmp_path):
     """In an empty environment: all names can be imported, and the quickstart trains to its accuracy."""
     python = environment(tmp_path / "env", wheel, without_extra(declared, "demo"))

@@ -39,7 +39,7 @@ def command(*arguments):
     return subprocess.run(words, cwd=ROOT, env=surroundings, check=False, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 @pytest.mark.parametrize(("kind", "part"), [*runs()])
 def test_a_part_runs_without_a_gpu(tmp_path, kind, part):
     """It succeeds, its lines are in the file too, and each says where it is from. The environment comes first."""

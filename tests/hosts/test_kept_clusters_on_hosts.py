@@ -46,7 +46,7 @@ def end(training: AttachedTraining) -> None:
     training.cluster.stop()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_kernel_and_driver_die(kept):
     """Hosts behind ssh train on, and are connected to the next driver in the same generation."""
     kernel = kept()
@@ -88,7 +88,7 @@ def end_ssh_clients(kernel):
     return len(clients)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_kernel_driver_and_ssh_clients_die(kept):
     """The next driver opens the ssh connections again, and all hosts are there in the same generation; so without a death of its own."""
     kernel = kept()
@@ -110,7 +110,7 @@ def test_kernel_driver_and_ssh_clients_die(kept):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "with_driver",
-    [pytest.param(False, marks=pytest.mark.soak(seconds=22)), pytest.param(True, marks=pytest.mark.soak(share=0.3))],
+    [pytest.param(False, marks=pytest.mark.soak(seconds=22)), pytest.param(True, marks=pytest.mark.soak(share=0.2))],
 )
 def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
     """A cluster that is not kept trains on while its kernel is stopped: the ssh connections stay.

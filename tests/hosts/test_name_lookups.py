@@ -39,7 +39,7 @@ except BlockingIOError:
 """
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 @pytest.mark.parametrize(("part", "printed"), [("ended", "own 0"), ("usual", "1")])
 def test_stores_look_up_no_names(tmp_path, part, printed):
     """Neither a process nor its forks ask DNS for the names of peers after `end_name_lookups`; torch alone does."""

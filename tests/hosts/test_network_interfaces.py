@@ -14,7 +14,7 @@ def addresses(cluster):
     return {host.name: host.address for host in cluster.hosts}
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_dead_interfaces_are_not_used(network, trains):
     """Hosts train together though each has a dead interface, before or after its working one."""
     network.add("h4", "h5", dead="docker")  # both have the same address on it
@@ -31,7 +31,7 @@ def test_dead_interfaces_are_not_used(network, trains):
     assert len(training.finish(timeout=LONG)) == 3
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_hosts_train_on_the_interface_where_they_reach_each_other(network, trains):
     """Hosts that do not reach each other on the driver's network train on their second interface."""
     network.add("h4", "h5", second=True)
@@ -43,7 +43,7 @@ def test_hosts_train_on_the_interface_where_they_reach_each_other(network, train
     assert len(training.finish(timeout=LONG)) == 2
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_user_names_the_interfaces(network, trains):
     """With `nics="eth1"` hosts with that interface train on it, and a host without it is lost with that reason."""
     network.add("h4", "h5", second=True)
@@ -58,7 +58,7 @@ def test_the_user_names_the_interfaces(network, trains):
     assert len(training.finish(timeout=LONG)) == 2
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_hosts_that_have_ipv6_only(network, trains):
     """Hosts with only IPv6, given by an address in brackets or by name, train together."""
     for name in ("h1", "h2"):
@@ -70,7 +70,7 @@ def test_hosts_that_have_ipv6_only(network, trains):
     assert len(training.finish(timeout=LONG)) == 2
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_this_machine_and_others_train_together(network, make, trains):
     """This machine leaves its loopback address when another host joins, at the start or later; the other host drains."""
     training = trains("localhost:1", min=1)

@@ -40,7 +40,7 @@ def check_no_trace(training, worker, since):
     assert not alive(worker.pid)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_host_dies_and_comes_back(network, trains):
     """When all processes of a host are killed, the others lose no step; after its reboot the host joins by itself."""
     training = trains("h1:1,h2:1,h3:1", min=1)
@@ -123,7 +123,7 @@ def test_a_cut_while_a_world_forms(network, trains, cut):
     assert len(training.finish(timeout=LONG)) == 3
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_newcomer_that_does_not_reach_one_member(network, trains):
     """A newcomer that does not reach one member is left out with that reason, and changes nothing; healed, it joins."""
     network.add("h4")

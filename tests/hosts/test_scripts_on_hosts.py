@@ -240,7 +240,7 @@ def test_a_cluster_on_loopback_moves_to_a_network(network, make, tmp_path):
     assert cluster.status().failed_at is None
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_torchrun_that_cannot_join_from_another_machine(network, make, terminal, carry, tmp_path):
     """A wrong key and a stopped cluster each print one line; for an unknown machine there is no connection file."""
     cluster = make("localhost:1")

@@ -90,7 +90,7 @@ platform.python_version = lambda: "3.8.1"
 
 
 @pytest.mark.cold  # its hosts differ in what Python reads as it starts
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_an_error_of_a_host_concerns_only_that_host(network, trains, tmp_path):
     """Nine unusable hosts are each reported with a different reason, and the tenth host trains."""
     folder = network.folder / "folder"
@@ -160,7 +160,7 @@ def test_without_any_host_the_start_fails(network, make):
     assert not strays(network)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_all_processes_of_a_host_end_with_its_agent_and_with_the_cluster(network, temporary, trains):
     """When an agent is killed, its worker and the worker's child end, and the host is started again; `stop()` ends all."""
     training = trains("h1:1,h2:1", program=train_with_child)
@@ -209,7 +209,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_nothing_outlives_the_kernel(network, temporary, tmp_path):
     """When a kernel is killed, all processes on all hosts end within 10 s, and their files are removed."""
     environment = {**os.environ, "TMPDIR": str(temporary)}

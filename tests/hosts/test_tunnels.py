@@ -49,7 +49,7 @@ def test_hosts_behind_a_firewall_train(network, trains):
     assert [row[1].strip() for row in training.cluster.execute("print(6 * 7)", timeout=LONG)] == ["42", "42"]
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_broken_ssh_connection_costs_no_step(network, trains):
     """The ssh client of a host is killed, five times: its worker trains on in the same generation, and obeys orders afterwards."""
     training = trains("h1:1,h2:1", min=1)
@@ -88,7 +88,7 @@ def test_ssh_is_cut_for_twenty_seconds(network, trains, cut):
     assert len(training.finish(timeout=LONG)) == 3
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_host_without_its_connection_is_lost_when_the_training_breaks(network, trains):
     """A host that can get no order is lost at once; reached again, its old worker ends and a new one joins."""
     training = trains("h1:1,h2:1,h3:1", min=1)

@@ -10,7 +10,7 @@ import torch
 from tests.hosts.cluster_checks import LONG
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_values_and_states_cross_the_network(make, tmp_path):
     """Pushed values reach the hosts in pieces, also a later host; the state of rank 0 comes back in pieces.
 

@@ -47,7 +47,7 @@ def start(run_pod, tmp_path):
         cluster.stop()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_training_in_pods_that_exist(nodes, run_pod, start, tmp_path):
     """Pods that are Ready and have the label are hosts. An evicted one leaves before; another one joins."""
     run_pod("trainer-0", gpus=2)

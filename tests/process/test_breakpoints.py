@@ -73,7 +73,7 @@ def enter(monkeypatch):
     return give
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_debugger_opens_in_the_programs_frame_while_the_others_wait(training, enter, capsys):
     """It shows lines and values; after `c` all train on. In the meantime no rank is replaced, though `stall` is short."""
     cluster = training.cluster

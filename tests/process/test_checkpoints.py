@@ -167,7 +167,7 @@ def train_and_hang(folder: str) -> None:
     loop(state)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_hung_worker_of_a_stopped_job_saves_its_last_commit(make, tmp_path):
     """A hung worker of a stopped job writes its last commit, since no other can, and ends only then."""
     cluster = make("localhost:2", min=2)

@@ -11,7 +11,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.parametrize("backend", ["nccl"], indirect=True)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_communicators_are_freed(trains):
     """After planned changes and losses, a survivor has the communicators of its world alone.
 

@@ -68,7 +68,7 @@ def count_engines(cluster: nbe.Cluster) -> int:
         return -1
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_killed_controller_is_restarted(make, tmp_path):
     """A killed controller is restarted; the training goes on, a newcomer joins, and results, cells and the client work."""
     cluster = make("localhost:2", min=2)  # a worker that begins to train at once is not an engine until the end
@@ -173,7 +173,7 @@ def test_the_next_controller_knows_no_lost_engine(make):
     assert sorted(cluster.client[:].apply_sync(os.getpid)) == sorted(w.pid for w in cluster.workers)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_killed_heart_monitor_ends_the_controller(make):
     """When the heart monitor is killed, the controller ends too, and both are restarted."""
     cluster = make("localhost:1", min=1)
@@ -291,7 +291,7 @@ def test_the_next_kernel_attaches_to_the_controller(keep, dies):
     asyncio.run(story())
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_controller_without_a_kernel_ends_with_its_lease(keep):
     """When no kernel attaches, all processes of the controller end within the lease, here of 2 s."""
     kept = keep(2.0)
@@ -315,7 +315,7 @@ def test_a_controller_shows_no_secret(keep):
     assert {path.stat().st_mode & 0o777 for path in security} == {0o600}
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_an_answer_that_a_tcp_proxy_loses_is_an_error(tmp_path):
     """When a TCP proxy is killed with an answer in it, the call raises ControllerLostError; the next call works."""
 
@@ -369,7 +369,7 @@ def test_a_controller_that_is_stopped_while_it_starts_is_replaced(tmp_path, monk
     asyncio.run(story())
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_driver_is_killed_while_it_starts_a_controller(tmp_path):
     """The next driver gets a controller; the unfinished one of the killed driver ends, and takes none of its ports."""
 

@@ -19,7 +19,7 @@ from tests.support.processes import leftovers
 from tests.support.waiting import until
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_training_goes_on_without_decisions(make, tmp_path, monkeypatch):
     """After a decision raises an error, the same processes make steps for three times the `silence` limit.
 

@@ -70,7 +70,7 @@ def test_signals_to_the_kernel_do_not_reach_its_driver(make, tmp_path):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, keep):
     """A stopped driver is killed after its timeout, and the next one ends all that it has started."""
     monkeypatch.setattr("nbelastic.client.stopping.CLOSING_TIMEOUT", 3.0)
@@ -142,7 +142,7 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
         other.detach()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_drivers_that_die_again_and_again_are_not_replaced_without_end(make):
     """After four deaths of drivers the client reports them and starts no other driver; other clients can attach."""
     cluster = make("localhost:1")

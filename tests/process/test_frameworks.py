@@ -40,7 +40,7 @@ def run(frameworks, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "places"),
     [
-        pytest.param("llama", {"in an evaluation": 9, "in a step": 15}, marks=pytest.mark.soak(share=0.3)),
+        pytest.param("llama", {"in an evaluation": 9, "in a step": 15}, marks=pytest.mark.soak(share=0.2)),
         ("bert", {"in a step": 6, "after a commit": 20}),
         ("own loss", {"after a commit": 3, "in an evaluation": 18}),
         pytest.param("sharded llama", {"in an evaluation": 9, "in a step": 15}, marks=pytest.mark.soak(seconds=8)),

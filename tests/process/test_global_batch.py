@@ -6,7 +6,7 @@ from tests.process import global_batches
 from tests.support.waiting import until
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_losses_are_those_of_one_undisturbed_process(trains):
     """Through a kill, a newcomer and a drain, in worlds of 1 to 4, each step has the same loss as in one process."""
     training = trains("localhost:3", min=1, program=global_batches.train)

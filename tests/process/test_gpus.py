@@ -37,7 +37,7 @@ def seen(cluster: nbe.Cluster) -> dict[str, str]:
     return {row[0]: row[1] for row in rows}
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_workers_and_sick_gpus(make, write_gpus):
     """Each worker sees one GPU, on two hosts of one machine too, and the status has each GPU's figures.
 

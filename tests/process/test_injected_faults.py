@@ -10,7 +10,7 @@ from nbelastic.protocol.chaos import KINDS
 from tests.support.waiting import until
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_training_survives_injected_faults(trains, capsys):
     """Workers are killed and stopped, and a host's agent is killed. Ctrl-C ends it: nothing stays stopped, nothing is lost.
 

@@ -55,7 +55,7 @@ def last_of(results):
 
 
 @pytest.mark.parametrize("dying", ["sends", "receives", "both"])
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_ranks_that_are_a_commit_behind_keep_theirs_until_the_newer_one_is_there(cluster, run, dying):
     """When the sender, a receiver or both die halfway through a transfer, the job goes on, and every state is whole."""
     known = len(cluster.events)

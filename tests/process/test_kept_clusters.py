@@ -62,9 +62,9 @@ def test_a_killed_driver_costs_no_step(kept):
     ("part", "first"),
     [
         ("worker", "kernel"),
-        pytest.param("agent", "part", marks=pytest.mark.soak(share=0.3)),
-        pytest.param("template", "kernel", marks=pytest.mark.soak(share=0.3)),
-        pytest.param("controller", "part", marks=pytest.mark.soak(share=0.3)),
+        pytest.param("agent", "part", marks=pytest.mark.soak(share=0.2)),
+        pytest.param("template", "kernel", marks=pytest.mark.soak(share=0.2)),
+        pytest.param("controller", "part", marks=pytest.mark.soak(share=0.2)),
         pytest.param("worker", "part", marks=pytest.mark.soak(seconds=15)),
         pytest.param("agent", "kernel", marks=pytest.mark.soak(seconds=15)),
         pytest.param("template", "part", marks=pytest.mark.soak(seconds=15)),
@@ -126,7 +126,7 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
     until_none(kernel.leftovers, 15)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_client_that_starts_the_next_driver_does_not_own_the_cluster(kept):
     """A terminal that starts the next driver while the kernel is stopped does not become the owner of the cluster."""
     kernel = kept(keep=False)
@@ -211,7 +211,7 @@ def test_several_kernels_share_one_cluster(kept):
         one.cluster.run(print)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_new_driver_restarts_a_script(kept):
     """A new driver restarts a script from its checkpoint; a terminal's torchrun takes part, though it has no restart left."""
     kernel = kept(program="script", hosts="localhost:2", arguments={"max_restarts": 0})
@@ -345,7 +345,7 @@ def test_setup_cells_run_once(kept):
     cluster.stop()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_driver_that_does_not_answer(kept, monkeypatch):
     """A stopped driver keeps its cluster; a client that wants to attach gets the pid to end."""
     monkeypatch.setattr(connection, "GREETING_TIMEOUT", 1.0)

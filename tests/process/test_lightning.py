@@ -72,7 +72,7 @@ def test_a_trainer_trains_on(trains):
     assert list(training.folder.rglob("*.ckpt"))
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_fabric_trains_on(trains):
     """A plain loop with `Fabric` in place of Lightning's."""
     training = trains("localhost:3", min=1, preload=["lightning"], program=programs.train_with_fabric)
@@ -81,7 +81,7 @@ def test_fabric_trains_on(trains):
     assert "tensors are copied" not in training.job.logs()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_what_callbacks_change_is_recovered(make, tmp_path):
     """An average of the weights, layers that are unfrozen, and another accumulation per epoch end as in one process.
 

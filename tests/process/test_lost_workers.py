@@ -55,7 +55,7 @@ def test_a_wait_right_after_a_kill_ends_with_the_next_world(trains_on):
     assert victim.pid not in world
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_rank_that_holds_the_interpreter_lock_is_not_replaced(trains):
     """An unresponsive worker whose process runs is not killed, even after three times `silence`: its world trains on."""
     training = trains("localhost:2", program=programs.train_and_hold_lock, min=1, silence=1.0)
@@ -225,7 +225,7 @@ def test_the_reset_limit_ends_the_job_with_that_reason(trains):
 
 
 @pytest.mark.on_both(seconds=12)
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_elastic_timeout_names_what_it_waited_for(trains):
     """When workers are too few for `elastic_timeout`, the job fails, and the error says what was missing."""
     training = trains("localhost:2", min=2, elastic_timeout=10, cooldown=(60, 60))
@@ -276,7 +276,7 @@ def test_a_rank_that_sleeps_between_collectives_is_not_replaced(trains_on):
     assert len(deaths(training)) == 1
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_survivor_that_never_wakes_is_replaced(trains):
     """When a rank sleeps ten minutes after a loss, the others wait at most `recover` for it, and lose no step."""
     kwargs = {"slow": {"sleep": 600.0}}

@@ -45,7 +45,7 @@ def meet_in_groups(folder):
     return loop(state)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make, tmp_path):
     """When ranks wait in a group of the program for a rank that is killed, they raise, and then train on."""
     training = Training(make("localhost:3", min=1, max=3), tmp_path / "steps", meet_in_groups)

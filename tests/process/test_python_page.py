@@ -11,7 +11,7 @@ import pytest
 from tests.support.code_blocks import ROOT, blocks
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 @pytest.mark.cold  # agents start here as users' agents do
 def test_the_script_runs(tmp_path):
     """It trains 200 steps, adds a host meanwhile, and returns one value per rank."""

@@ -11,7 +11,7 @@ from tests.support.waiting import until
 HOSTS = "localhost:1,127.0.0.2:1,127.0.0.3:1"
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_flipped_bit_names_the_rank_and_its_host_is_left_out(make, tmp_path):
     """Within two commits. The other ranks go on without it, and a new worker gets their values.
 

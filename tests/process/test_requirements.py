@@ -52,7 +52,7 @@ def go(tmp_path, monkeypatch):
 
 
 @pytest.mark.cold
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_workers_have_the_required_packages_and_the_notebook_has_not(make, requirements, go):
     """torch is the host's own. A host that is added later, and a worker that is restarted, have the packages too.
 

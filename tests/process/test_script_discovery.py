@@ -64,7 +64,7 @@ def test_hosts_follow_the_output_of_the_script(trains, script):
     assert not [event for event in training.cluster.events if event.kind in ("world-broken", "host-lost")]
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_script_that_fails_later_makes_one_event_per_error(trains, script):
     """When the script fails, the cluster keeps the last good hosts, and runs the script again."""
     script.list_hosts("localhost:1", "127.0.0.2:1")
@@ -116,7 +116,7 @@ def test_a_script_that_is_not_there(tmp_path):
         nbe.Cluster(discovery=str(tmp_path / "nowhere.sh")).start(timeout=20)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_script_that_hangs_later(trains, script, monkeypatch):
     """A script that hangs is reported and killed with its children; the training goes on."""
     driver_thread.use_driver_threads(monkeypatch)
@@ -161,7 +161,7 @@ class BlockingHosts:
         return [HostSpec("localhost", 1, "")]
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_third_partys_discovery_that_blocks(trains, monkeypatch):
     """A discovery that blocks is reported and asked again; the training and the driver go on meanwhile."""
     monkeypatch.setattr(discovery, "DISCOVERY_TIMEOUT", 0.5)

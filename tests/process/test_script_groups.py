@@ -16,7 +16,7 @@ from tests.support.processes import agent_of_node, alive, node_pid
 from tests.support.waiting import until
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_group_restarts_after_each_loss_and_join(make: Callable[..., nbe.Cluster], tmp_path):
     """After each loss of a worker, node or host, and after a join, all workers restart from the last checkpoint."""
     cooldown = (5, 5)  # the others make steps before the lost host is back
@@ -125,7 +125,7 @@ while rank == "0":
 """
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_worker_that_has_ended_well_leaves_no_process(make: Callable[..., nbe.Cluster], tmp_path: Path):
     """As under torchrun. If torch had it wait for the others, and it were killed meanwhile, its host would hang at the next round."""
     (script := tmp_path / "ends.py").write_text(ENDS_EARLY)

@@ -115,7 +115,7 @@ def test_a_rank_dies_while_the_others_reshard(trains):
     finish(training)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_copies_at_every_fourth_commit(trains):
     """A death costs at most the steps since the last whole commit."""
     training = trains(every=4)
@@ -126,7 +126,7 @@ def test_copies_at_every_fourth_commit(trains):
     assert max(lost_steps(training).values()) <= 7
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_status_shows_copies_and_the_event_log_their_use(trains):
     """The newest whole commit grows, each copy is on the other host, and the event names the worker whose copy was used."""
     training = trains(pause=0.1)
@@ -169,7 +169,7 @@ def test_all_but_one_die_at_once(trains):
 
 
 @pytest.mark.on_both(never=True)  # NCCL's abort leaves no rank asleep
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_only_rank_that_is_left_hangs(trains):
     """It writes what it holds of all shards to disk, and ends; a worker of its host goes on with that."""
     training = trains()
@@ -182,7 +182,7 @@ def test_the_only_rank_that_is_left_hangs(trains):
     assert max(lost_steps(training).values()) <= 1
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_both_hosts_with_a_shard_are_lost(tmp_path):
     """With two copies the last host goes on. With one the job ends: the error names the lost ranks, and what to do."""
     hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"

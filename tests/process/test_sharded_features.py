@@ -37,7 +37,7 @@ def run(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("parts", "init"),
     [
-        pytest.param(PARTS, None, id="parts", marks=pytest.mark.soak(share=0.3)),
+        pytest.param(PARTS, None, id="parts", marks=pytest.mark.soak(share=0.2)),
         pytest.param(MESHES, sharded_parts.set_values, id="meshes", marks=pytest.mark.soak(seconds=20)),
         pytest.param(COMPILED, None, id="compiled", marks=pytest.mark.soak(seconds=20)),
     ],

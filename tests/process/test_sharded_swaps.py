@@ -178,7 +178,7 @@ def test_a_rank_dies_while_a_program_is_tried(training, fails):
     assert lost_steps(training) == 0
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_the_old_state_is_not_left_on_one_rank(tmp_path):
     """If one more loss would take the old program's state, the trial ends, and the old program copies it again."""
     hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"

@@ -198,7 +198,7 @@ def start_kernel(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=[pytest.mark.cold, pytest.mark.soak(share=0.3)])])
+@pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=[pytest.mark.cold, pytest.mark.soak(share=0.2)])])
 def test_a_killed_kernel_leaves_nothing(tmp_path, start_kernel, how):
     """Within 10 s after SIGKILL of the kernel, its driver, agents, templates, workers and any controller have ended."""
     with start_kernel(how) as kernel:
@@ -294,7 +294,7 @@ def test_logs_begin_with_the_first_byte(make):
 
 
 @pytest.mark.cold  # it tests the environment with which a process starts
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_no_variable_is_set_beside_threads(make):
     """No variable is set while a worker has several threads: `getenv` of C in another thread would crash the process."""
     cluster = make("localhost:1", preload=["tests.process.record_environment"])
@@ -321,7 +321,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.cold  # it tests the folders with which processes start
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_files_of_the_user_may_have_the_names_of_standard_modules(tmp_path):
     """In the notebook's folder, as in its kernel. The user's modules are found there, before installed ones."""
     for name in ("json", "queue", "random", "selectors", "socket", "tempfile"):
@@ -336,7 +336,7 @@ def test_files_of_the_user_may_have_the_names_of_standard_modules(tmp_path):
     assert done.stdout.splitlines() == ["[(5, False)]", "[5]", "True"], done.stderr
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_worker_that_cannot_be_forked_ends_no_other(make):
     """If the limit of processes is reached, a worker is not replaced at once. The others of its host run on."""
     cluster = make("localhost:3", preload=["tests.process.failing_forks"])

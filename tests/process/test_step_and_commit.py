@@ -49,7 +49,7 @@ def train(folder, steps_per_commit):
 
 
 @pytest.mark.parametrize("steps_per_commit", [1, 3])
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_step_is_not_taken_twice(trains, steps_per_commit):
     """When a rank is lost after all have stepped and before any could commit, the others resume from the commit."""
     training = trains("localhost:3", train, {"steps_per_commit": steps_per_commit}, min=1, max=3)

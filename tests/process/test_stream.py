@@ -11,7 +11,7 @@ from tests.benchmarks import chaos_stream
 from tests.support.waiting import until
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_each_sample_of_a_stream_is_used_once(make, tmp_path):
     """Through a kill, newcomers and a drain, in worlds of 1 to 4: in each epoch every sample of every shard once.
     The victim is rank 0, which writes the log: each step is in it once (`chaos_stream.train` checks that).

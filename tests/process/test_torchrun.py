@@ -31,7 +31,7 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
         yield cluster
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_two_terminals_and_a_host_train_together(lone, tmp_path):
     """The torchruns of terminals become hosts with ranks; one is killed, one leaves cleanly, one ends with the script."""
     training = ScriptTraining(lone, tmp_path / "training")
@@ -71,7 +71,7 @@ def test_a_worker_of_a_terminal_fails(lone, tmp_path):
     assert len(reports_by_rank(tmp_path, restarts=1)) == 2
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_terminal_waits_for_a_script(lone, tmp_path):
     """A torchrun with a job's name as id waits for that job and joins it; when it is removed, it ends cleanly."""
     name = f"job-{int(lone.job.name.partition('-')[2]) + 1 if lone.job else 1}"
@@ -132,7 +132,7 @@ def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
 
 
 @pytest.mark.cold  # here one torchrun starts as users start theirs
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_torchrun_finds_the_keys_by_host_and_port(lone, tmp_path):
     """With `host:port` torchrun finds the keys of the cluster on this machine that listens there."""
     endpoint = json.loads(lone.connection_file().read_text())["address"].removeprefix("tcp://")

@@ -29,7 +29,7 @@ print(json.dumps([[event.kind, event.size] for event in shell.user_ns["cluster"]
 """
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 @pytest.mark.timeout(300)  # five processes import torch and scikit-learn: 40 s on two free cores
 def test_its_cells_run(tmp_path):
     """They lose a worker, replace it and add a host. After 500 steps the accuracy is that on the page."""

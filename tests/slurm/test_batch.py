@@ -111,7 +111,7 @@ def test_an_agent_runs_in_a_job_until_it_is_stopped(slurm, tmp_path):
     asyncio.run(story())
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_killed_agent(slurm, tmp_path):
     """`kill()` returns at once; job, agent and files are removed soon after. The end is reported once."""
 

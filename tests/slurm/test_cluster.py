@@ -39,7 +39,7 @@ def test_training_on_hosts_that_are_jobs(slurm, training):
     training.finish()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_cancelled_job_is_a_lost_host(slurm, training):
     """The training goes on with the other host."""
     training.wait_for_world(3)
@@ -157,7 +157,7 @@ def kill_all_processes(slurm, host):
         process.kill()
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_host_whose_processes_are_all_killed_is_lost_at_once(slurm, training):
     """Its connections have ended, so the driver does not wait for a silence."""
     training.wait_for_world(3)

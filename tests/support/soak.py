@@ -1,7 +1,7 @@
 """The marker `soak` is for tests that take long by nature: floods, slow hosts, chaos, thousands of generated examples.
 
 `pytest -m soak` runs all of them. Without `-m soak` a random minute of them runs, and never more than a tenth of them:
-`soak(seconds=20)` says how long a test takes there. One of some seconds has `soak(share=0.3)`: it runs in three of
+`soak(seconds=20)` says how long a test takes there. One of some seconds has `soak(share=0.2)`: it runs in two of
 ten runs, and is not part of that minute. `--soak-seed` chooses which, and seeds hypothesis. The header of the
 run and its summary of failures print the seed, so that a failure can be repeated. Naming a test on the command line
 (`file.py::test`) always runs it. Tests that only repeat themselves do so less often without `-m soak`: `repetitions`.

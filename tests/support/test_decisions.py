@@ -75,7 +75,7 @@ def test_a_test_is_recorded_unless_its_story_differs_from_run_to_run(run, file):
     assert "1 failed, 5 passed" in text
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_a_record_stays_as_long_as_its_test(run, file):
     """Also if the test fails, is not chosen or cannot be collected. A run of its whole file drops it once it is gone."""
     run("core", "--write-decisions")

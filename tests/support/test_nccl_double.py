@@ -239,7 +239,7 @@ def test_a_shutdown_waits_for_the_other_ranks(form):
     closing.result(10)
 
 
-@pytest.mark.soak(share=0.3)
+@pytest.mark.soak(share=0.2)
 def test_torch_trains_on_it(tmp_path):
     """All collectives work, and DDP and FSDP2 reach the same weights on all ranks."""
     command = [sys.executable, "-m", "tests.support.nccl_double.ranks", tmp_path / "store"]
