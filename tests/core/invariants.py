@@ -21,29 +21,22 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.addresses import address_of, is_loopback
+from tests.core.unchanged import alive, found_in, plain, reads
 
 if TYPE_CHECKING:
     from tests.core.story import Story
 
-Sets = dict[str, frozenset[WorkerId]]
-WORKER_SETS = ("member_set", "awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects")
 PERSISTENT = [
     (name, type(default))
     for name, default in zip(ClusterState.__struct_fields__[1:], ClusterState.__struct_defaults__, strict=True)
     if isinstance(default, PersistentDict | PersistentSet)
 ]
+WORKER_SETS = ("member_set", "newcomers", "starting", "leaving", "stopped", "failed", "suspects")
 
 
-def check(
-    before: ClusterState,
-    cluster: ClusterState,
-    commands: tuple[cmd.Command, ...],
-    now: float,
-    *,
-    checked: ClusterState | None = None,
-) -> None:
-    """Asserts what holds after every step. Objects that are in `checked` too, a state that has passed, are not checked again."""
-    for fault in faults(before, cluster, commands, now, checked):
+def check(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> None:
+    """Asserts what holds after every step."""
+    for fault in faults(before, cluster, commands, now):
         raise AssertionError(
             f"{fault}\nreason: {in_words(cluster.reason, now)}\nstage: {cluster.stage}\ncommands: {commands}"
         )
@@ -58,47 +51,33 @@ def check_saved(cluster: ClusterState, earlier: Saved | None) -> Saved:
     return cluster, saved
 
 
-def faults(
-    before: ClusterState,
-    cluster: ClusterState,
-    commands: tuple[cmd.Command, ...],
-    now: float,
-    checked: ClusterState | None,
-) -> Iterator[str]:
-    """Sets of workers are compared as plain sets, which is faster: the simulation checks 1000 decisions for each seed."""
-    alive, sets = frozenset(cluster.workers), {name: frozenset(getattr(cluster, name)) for name in WORKER_SETS}
-    if (checked is None or checked.reason is not cluster.reason) and not in_words(cluster.reason, now):
-        yield "there is no reason"
+def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> Iterator[str]:
     for name, kind in PERSISTENT:
         if type(getattr(cluster, name)) is not kind:
             yield f"{name} is a {type(getattr(cluster, name)).__name__}, of which each change copies the whole"
-    yield from _faults_of_generations(before, cluster, sets)
-    yield from _faults_of_sets(cluster, alive, sets, now)
-    yield from _faults_of_workers(cluster, sets)
-    same_hosts = checked is not None and checked.hosts is cluster.hosts
-    if checked is None or not same_hosts or alive != frozenset(checked.workers):
-        yield from _faults_of_hosts(cluster)
-    yield from _faults_of_ends(cluster, now)
-    yield from _faults_of_waiting(cluster, sets, now)
-    last = (checked.external_address, checked.stopping) if checked is not None else None
-    if not same_hosts or last != (cluster.external_address, cluster.stopping):
-        yield from _faults_of_addresses(cluster)
-    yield from _faults_of_probes(cluster, now)
-    yield from _faults_of_standing_still(cluster, sets)
-    yield from _faults_of_halts(cluster, sets)
-    for command in commands:
-        yield from _faults_of(command, before, cluster, now)
-    if cluster.stage is Stage.FORMING and (cluster.formation is None or cluster.formation.members[0].host == ""):
-        yield "a world forms without an order"
-
-
-def _faults_of_generations(before: ClusterState, cluster: ClusterState, sets: Sets) -> Iterator[str]:
     if (
         not before.generation <= cluster.generation <= cluster.highest_generation
         or cluster.highest_generation > before.highest_generation + 2
     ):
         yield f"the generation went from {before.generation} to {cluster.generation}, the numbers from {before.highest_generation}"
-    following, members = cluster.next_formation, sets["member_set"]
+    yield from found_in(cluster, LOOKS)
+    yield from _faults_of_surplus(cluster)
+    yield from _faults_of_endless_waits(cluster, now)
+    yield from _faults_of_ends(cluster, now)
+    yield from _faults_of_probes(cluster, now)
+    yield from _faults_of_newcomers(cluster, now)
+    for command in commands:
+        yield from _faults_of(command, before, cluster, now)
+
+
+@reads(
+    "stage formation generation next_formation members member_set entered_next job newcomers leaving "
+    "suspects cancelled_formation unexplained_breaks"
+)
+def _faults_of_generations(cluster: ClusterState) -> Iterator[str]:
+    if cluster.stage is Stage.FORMING and (cluster.formation is None or cluster.formation.members[0].host == ""):
+        yield "a world forms without an order"
+    following, members = cluster.next_formation, plain(cluster, "member_set")
     planned = cluster.stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
     if following is not None and (not planned or following.generation <= cluster.generation or cluster.active is None):
         yield f"generation {following.generation} is prepared in {cluster.stage}"
@@ -107,50 +86,69 @@ def _faults_of_generations(before: ClusterState, cluster: ClusterState, sets: Se
     if frozenset(cluster.members) != members or len(cluster.members) != len(members):
         yield "ranks are not unique, or `member_set` is not `members`"
     if cluster.active is None:
-        if any(sets[name] for name in ("member_set", "newcomers", "leaving", "awaiting", "suspects")):
+        if any(getattr(cluster, name) for name in ("member_set", "newcomers", "leaving", "suspects")):
             yield "there are members without a job"
         if cluster.cancelled_formation is not None:
             yield "a plan that was called off is kept without a job"
         if cluster.unexplained_breaks[0]:
             yield "unexplained breaks are counted without a job"
-    for name in ("awaiting", "leaving", "suspects"):
-        if name == "awaiting" and cluster.stage is Stage.PREPARING and following is not None:
-            allowed = frozenset(following.members)
-        else:
-            allowed = members
-        if not sets[name] <= allowed:
-            yield f"{name} holds {sets[name] - allowed}, which are not members"
+    for name in ("leaving", "suspects"):
+        if not members.issuperset(getattr(cluster, name)):
+            yield f"{name} holds {plain(cluster, name) - members}, which are not members"
 
 
-def _faults_of_sets(cluster: ClusterState, alive: frozenset[WorkerId], sets: Sets, now: float) -> Iterator[str]:
-    workers = cluster.workers
+@reads("stage next_formation member_set job awaiting alive")
+def _faults_of_awaiting(cluster: ClusterState) -> Iterator[str]:
+    following, awaiting = cluster.next_formation, plain(cluster, "awaiting")
+    prepares = cluster.stage is Stage.PREPARING and following is not None
+    allowed = frozenset(following.members) if prepares else plain(cluster, "member_set")
+    if not awaiting <= allowed:
+        yield f"it awaits {awaiting - allowed}, which are not members"
+    if not awaiting <= alive(cluster):
+        yield f"it awaits {awaiting - alive(cluster)}, which are lost"
+    if awaiting and cluster.active is None:
+        yield "it awaits members without a job"
+
+
+@reads("alive member_set newcomers starting leaving stopped failed suspects")
+def _faults_of_sets(cluster: ClusterState) -> Iterator[str]:
+    living, sets = alive(cluster), {name: plain(cluster, name) for name in WORKER_SETS}
     newcomers, starting, stopped = sets["newcomers"], sets["starting"], sets["stopped"]
     for name, ids in sets.items():
-        if not ids <= alive:
-            yield f"{name} holds {ids - alive}, which are lost"
+        if not ids <= living:
+            yield f"{name} holds {ids - living}, which are lost"
     for name in ("member_set", "newcomers", "starting", "failed"):
         if sets[name] & stopped:
             yield f"{name} holds {sets[name] & stopped}, which were asked to end"
     if newcomers & sets["member_set"] or newcomers & starting:
         yield "a worker waits as a newcomer and is something else too"
-    held_back = cluster.held_back
-    if held_back and (
-        not held_back.keys() <= newcomers | starting or any(until <= now for until in held_back.values())
-    ):
-        yield "newcomers are left out that do not wait, or for longer than they were to be"
-    if any(not workers[w].reason or not workers[w].failures for w in held_back):
-        yield "a newcomer is left out without a reason"
+
+
+def _faults_of_surplus(cluster: ClusterState) -> Iterator[str]:
     wanted = cluster.limits.wanted + (cluster.kept_state is not None)  # a worker more may read the state that was kept
+    surplus = len(cluster.workers) - len(cluster.stopped) - len(cluster.leaving) - len(cluster.failed) - wanted
+    if surplus <= 0 or cluster.stopping:
+        return
     present = cluster.active.name if cluster.active is not None else ""
-    lingering = [w for w in alive if w not in stopped and cluster.linger_until and workers[w].job not in ("", present)]
-    leaving = len(stopped) + len(sets["leaving"]) + len(lingering)
-    if len(alive) - leaving - len(sets["failed"]) > wanted and not cluster.stopping:
-        yield f"{len(alive)} workers live, {wanted} are wanted"
+    over = [worker for worker in cluster.workers.values() if worker.job not in ("", present)]
+    lingering = [worker for worker in over if cluster.linger_until and worker.id not in cluster.stopped]
+    if len(lingering) < surplus:
+        yield f"{len(cluster.workers)} workers live, {wanted} are wanted"
 
 
-def _faults_of_workers(cluster: ClusterState, sets: Sets) -> Iterator[str]:
-    starting, unregistered = sets["starting"], set[WorkerId]()
+def _faults_of_newcomers(cluster: ClusterState, now: float) -> Iterator[str]:
+    for w, until in cluster.held_back.items():
+        if until <= now or not (w in cluster.newcomers or w in cluster.starting):
+            yield f"{w} is left out though it does not wait, or for longer than it was to be"
+        elif not cluster.workers[w].reason or not cluster.workers[w].failures:
+            yield f"{w} is left out without a reason"
+
+
+@reads("workers starting unregistered stopped failed trial setup setup_by stall held_back")
+def _faults_of_workers(cluster: ClusterState) -> Iterator[str]:
+    starting, unregistered = plain(cluster, "starting"), set[WorkerId]()
     by_state: dict[WorkerState, set[WorkerId]] = {WorkerState.STOPPED: set(), WorkerState.FAILED: set()}
+    explained = {*cluster.held_back, *(cluster.stall.stragglers if cluster.stall is not None else ())}
     for w, worker in cluster.workers.items():
         state = worker.state
         if worker.id != w:
@@ -159,6 +157,8 @@ def _faults_of_workers(cluster: ClusterState, sets: Sets) -> Iterator[str]:
             by_state[state].add(w)
         if not worker.registered and w in starting:
             unregistered.add(w)
+        if worker.reason and state not in by_state and w not in explained:
+            yield f"{w} is said to be behind, and is not"
         idle = state is WorkerState.READY and not worker.job
         if idle and (lacking(cluster, worker) is not None or not worker.registered):
             yield f"{w} is ready and not set up"
@@ -166,11 +166,11 @@ def _faults_of_workers(cluster: ClusterState, sets: Sets) -> Iterator[str]:
             yield f"a setup cell failed on {w}, and it is {state}"
         if worker.running_cell and state is WorkerState.STARTING and cluster.setup_by == NEVER:
             yield f"{w} runs a setup cell without a deadline"
-    if frozenset(cluster.unregistered) != unregistered:
+    if plain(cluster, "unregistered") != unregistered:
         yield f"unregistered are {sorted(cluster.unregistered)}, starting {sorted(starting)}"
-    if by_state[WorkerState.STOPPED] != sets["stopped"]:
+    if by_state[WorkerState.STOPPED] != plain(cluster, "stopped"):
         yield "`stopped` is not who is stopped"
-    if by_state[WorkerState.FAILED] != sets["failed"]:
+    if by_state[WorkerState.FAILED] != plain(cluster, "failed"):
         yield "`failed` is not who has failed"
     if cluster.trial is not None and not cluster.trial.running:
         yield "no worker runs the cell that is on trial"
@@ -178,9 +178,10 @@ def _faults_of_workers(cluster: ClusterState, sets: Sets) -> Iterator[str]:
         yield "two setup cells have the same key"
 
 
+@reads("alive hosts")
 def _faults_of_hosts(cluster: ClusterState) -> Iterator[str]:
     living: dict[str, set[tuple[int, int]]] = {name: set() for name in cluster.hosts}
-    for w in cluster.workers:
+    for w in alive(cluster):
         if w.host not in living:
             yield "a worker lives on no host"
         else:
@@ -204,10 +205,10 @@ def _faults_of_ends(cluster: ClusterState, now: float) -> Iterator[str]:
             yield f"{name} is kept beyond its end"
 
 
-def _faults_of_waiting(cluster: ClusterState, sets: Sets, now: float) -> Iterator[str]:
-    """Each wait for a message has a deadline, unless too few workers are ready and the user allows it."""
-    wait, job, awaiting, stopped = cluster.wait, cluster.active, sets["awaiting"], sets["stopped"]
-    if any(cluster.wake_at > arrivals.worker_deadline(cluster, w) for w in sets["starting"]):
+@reads("wake_at workers starting wait awaiting stage generation stopping end_deadlines stopped limits")
+def _faults_of_waiting(cluster: ClusterState) -> Iterator[str]:
+    wait, awaiting, stopped = cluster.wait, plain(cluster, "awaiting"), plain(cluster, "stopped")
+    if any(cluster.wake_at > arrivals.worker_deadline(cluster, w) for w in cluster.starting):
         yield f"no deadline for the start of {sorted(cluster.starting)}"
     if wait is not None and (wait.stage, wait.generation, wait.awaited) != (
         cluster.stage,
@@ -217,11 +218,17 @@ def _faults_of_waiting(cluster: ClusterState, sets: Sets, now: float) -> Iterato
         yield f"it waits in {wait.stage} of generation {wait.generation} for {wait.awaited}"
     if not cluster.stopping and cluster.end_deadlines.keys() != stopped:
         yield f"{stopped ^ cluster.end_deadlines.keys()} are asked to end, without a deadline"
-    endless = cluster.limits.elastic_timeout is None
+
+
+def _faults_of_endless_waits(cluster: ClusterState, now: float) -> Iterator[str]:
+    """Each wait for a message has a deadline, unless too few workers are ready and the user allows it."""
+    if cluster.limits.elastic_timeout is None:
+        return
+    job, awaiting = cluster.active, plain(cluster, "awaiting")
     told = job.asked_to_stop | job.succeeded if job is not None else ()  # their programs are about to end
     waits = job is not None and cluster.stage is not Stage.RUNNING and any(w not in told for w in awaiting)
     trains = cluster.stage is Stage.HALTED and len(awaiting) == len(cluster.members)  # to the halt
-    if waits and not (trains or endless) and deadline(cluster, now) == NEVER:
+    if waits and not trains and deadline(cluster, now) == NEVER:
         yield f"{cluster.stage} waits for {cluster.awaiting} without end"
     busy = cluster.timeout_paused_since is not None and not (
         cluster.members or cluster.newcomers
@@ -230,12 +237,13 @@ def _faults_of_waiting(cluster: ClusterState, sets: Sets, now: float) -> Iterato
     if (
         job is not None
         and cluster.stage is Stage.GATHERING
-        and not (endless or busy or finishes)
+        and not (busy or finishes)
         and deadline(cluster, now) == NEVER
     ):
         yield "there is no world, and no deadline"
 
 
+@reads("hosts external_address stopping")
 def _faults_of_addresses(cluster: ClusterState) -> Iterator[str]:
     is_wide = wide(cluster)
     for name, host in cluster.hosts.items():
@@ -259,25 +267,25 @@ def _faults_of_probes(cluster: ClusterState, now: float) -> Iterator[str]:
             yield f"{name} is probed with hosts that are lost or have gone: {admission.partners}"
 
 
-def _faults_of_standing_still(cluster: ClusterState, sets: Sets) -> Iterator[str]:
+@reads("reason stall generation")
+def _faults_of_reasons(cluster: ClusterState) -> Iterator[str]:
+    if not in_words(cluster.reason, 0.0):
+        yield "there is no reason"
     still = cluster.stall
     if still is not None and (
         still.generation != cluster.generation or still.text not in in_words(cluster.reason, 0.0)
     ):
         yield "a world stands still and does not say so, or another one does"
-    explained = set(still.stragglers if still is not None else ()) | cluster.held_back.keys()
-    told = {w for w, worker in cluster.workers.items() if worker.reason} - sets["failed"] - sets["stopped"]
-    if told - explained:
-        yield f"{told - explained} are said to be behind, and are not"
 
 
-def _faults_of_halts(cluster: ClusterState, sets: Sets) -> Iterator[str]:
+@reads("halt stage awaiting member_set job")
+def _faults_of_halts(cluster: ClusterState) -> Iterator[str]:
     halt = cluster.halt
     if halt.running and not (cluster.stands_still and halt.cells and halt.until < NEVER):
         yield f"a cell runs in {cluster.stage}, or without a deadline"
     if not halt.running and (halt.until < NEVER or halt.ended):
         yield "the deadline or the results of a cell are kept after its end"
-    if halt.running and not frozenset(halt.running) <= sets["member_set"]:
+    if halt.running and not frozenset(halt.running) <= plain(cluster, "member_set"):
         yield f"a cell runs on {halt.running - cluster.member_set}, which are not members"
     if halt.asked and cluster.stage is not Stage.ASKED:
         yield f"a halt was asked for in {cluster.stage}"
@@ -285,6 +293,19 @@ def _faults_of_halts(cluster: ClusterState, sets: Sets) -> Iterator[str]:
         yield "the members stand still for nothing"
     if cluster.active is None and (halt.cells or halt.paused_by):
         yield "there are cells or a pause without a job"
+
+
+LOOKS = (
+    _faults_of_generations,
+    _faults_of_sets,
+    _faults_of_awaiting,
+    _faults_of_workers,
+    _faults_of_hosts,
+    _faults_of_waiting,
+    _faults_of_addresses,
+    _faults_of_reasons,
+    _faults_of_halts,
+)
 
 
 def check_stores(story: Story, event: ev.Event, commands: tuple[cmd.Command, ...]) -> None:

@@ -51,12 +51,10 @@ def check_settled(story: Story) -> None:
     able -= {w for w in able if story.fakes[w].returned}
     # A worker that hung in the last job too never reaches its elastic function, which has no deadline.
     able -= {w for w in able if w in story.silent and not story.fakes[w].generation}
-    if cluster.held_back:  # a member hangs, so that no newcomer can be joined with it
+    if cluster.stage is Stage.PREPARING and story.silent & cluster.awaiting & cluster.member_set:
+        return  # it hangs, so that no newcomer can be joined with it: they are tried again and again
+    if cluster.held_back:  # the same, between two tries
         assert "is left out" in story.reason, story.reason
-        return
-    if (
-        cluster.stage is Stage.PREPARING and story.silent & cluster.awaiting & cluster.member_set
-    ):  # the same, tried again
         return
     if limits.elastic_timeout is None and "the others wait without end" in story.reason:
         return
