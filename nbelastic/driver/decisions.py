@@ -43,6 +43,8 @@ IN_BATCHES = {
     ev.SetupEnded,
     ev.WorkerSucceeded,
     ev.ProgramEnded,
+    ev.WorkerSilent,
+    ev.WorkerResponded,
 }
 BATCH = 256  # events at most, so that messages and other events do not wait for long
 Execute = Callable[[cmd.Command, float], None]

@@ -16,6 +16,7 @@ from nbelastic.protocol import messages
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.provision.host_location import locate
 from nbelastic.provision.launchers import Agent, agent_for
+from nbelastic.transport.backlog import Backlog
 from nbelastic.transport.server import Server
 
 # Starts a background task that is started again whenever it fails. The text names it in error reports.
@@ -26,6 +27,7 @@ class MessageServer(Protocol):
     """The driver's end of the connections: see `transport.server.Server`."""
 
     heard_at: dict[str, float]
+    backlog: Backlog
     address: str
 
     async def start(self, interface: str = ..., port: int = ...) -> None: ...

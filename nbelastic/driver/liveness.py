@@ -110,9 +110,13 @@ class Liveness:
                     self._post(event)
 
     def _is_a_host_silent(self, cluster: ClusterState) -> bool:
-        """If so, the driver cannot know whether its workers make commits. The host soon sends messages again, or is declared lost."""
+        """If so, the driver cannot know whether its workers make commits. The host soon sends messages again, or is declared lost.
+
+        Nor does the driver know it while it has not read what they send.
+        """
         most = SILENT_HEARTBEATS * self._interval
-        return bool(cluster.disconnected) or any(self._agents.silence_of(host) > most for host in cluster.hosts)
+        is_unknown = bool(cluster.disconnected) or self._agents.unread_seconds() > most
+        return is_unknown or any(self._agents.silence_of(host) > most for host in cluster.hosts)
 
     def _record_absence(self) -> None:
         seconds, self._absent = self._clock.absent - self._absent, self._clock.absent

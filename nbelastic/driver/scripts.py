@@ -307,7 +307,7 @@ class Scripts:
     def _silence_of(self, peer: str) -> float:
         """Seconds since the last message of a node; 0 if it has not connected yet."""
         heard_at = self._server.heard_at.get(peer)
-        return self._clock.silence(heard_at) if heard_at is not None else 0.0
+        return self._clock.silence(heard_at, self._server.backlog) if heard_at is not None else 0.0
 
     # ---- status ----
 

@@ -36,6 +36,7 @@ from nbelastic.protocol.messages import HEAD
 from nbelastic.system import ports
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.fault_handling import guarded, report_to_log, supervise
+from nbelastic.transport.backlog import Backlog
 from nbelastic.transport.delivery import Delivery, number_of
 from nbelastic.transport.keys import Keys, OneClientKey
 from nbelastic.transport.relay import KIND, bundles, is_bundle, opened
@@ -88,6 +89,7 @@ class Server:
         }
         self._heartbeats: asyncio.Task[None] | None = None
         self._next_read: asyncio.Handle | None = None  # the next read of a batch
+        self.backlog = Backlog(SOCKET_OPTIONS[zmq.RCVHWM])
         self._to_acknowledge: set[str] = set()  # peers whose messages to acknowledge
         self._routes: dict[str, str] = {}  # the agent that relays a peer
         self._outgoing: dict[str, list[tuple[bytes, bytes, bytes]]] = {}  # messages to send in one bundle, by agent
@@ -218,6 +220,7 @@ class Server:
     def _schedule_read(self) -> None:
         if self._next_read is None and not self._closing:
             self._next_read = self._loop.call_soon(self._read)
+            self.backlog.begin()
 
     def _read(self) -> None:
         """Receive one batch of messages, then yield to other callbacks.
@@ -230,9 +233,11 @@ class Server:
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self.backlog.end(time.monotonic())
                 self._handle_reports()
                 break
             now = time.monotonic()
+            self.backlog.note_read(name, now)
             take = self._receive_bundle if is_bundle(frames) else self._receive
             guarded(take, name.decode(errors="replace"), frames, now)  # a fault must not end the reading
             if now > end:

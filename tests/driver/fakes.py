@@ -28,6 +28,7 @@ from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import pickling, versions
+from nbelastic.transport.backlog import Backlog
 
 TURNS = 40  # of the event loop: enough for a message and the answers to it to arrive
 TIME_STEP = 0.25  # seconds; no timer of the driver is more frequent
@@ -184,6 +185,7 @@ class MemoryServer:
     def __init__(self, fakes: DriverWithFakes, on_message: Callable[[str, Any], None]) -> None:
         self._fakes, self.on_message = fakes, on_message
         self.heard_at: dict[str, float] = {}
+        self.backlog = Backlog(1)
 
     async def start(self, interface: str = "", port: int = 0) -> None:
         """Do nothing: there are no sockets."""

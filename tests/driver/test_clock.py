@@ -4,7 +4,10 @@ from types import SimpleNamespace
 
 from nbelastic.driver.clients import Clients
 from nbelastic.driver.clock import Clock
+from nbelastic.transport.backlog import Backlog
 from tests.driver.fakes import settings_for
+
+NOTHING = Backlog(1)  # no message waits unread
 
 
 class Machine:
@@ -63,13 +66,13 @@ def test_silence_during_an_absence_does_not_count():
     machine.run(10)
     received_at = machine.monotonic
     machine.run(5)
-    assert machine.clock.silence(received_at) == 5.0
+    assert machine.clock.silence(received_at, NOTHING) == 5.0
     machine.stop(14)
-    assert machine.clock.silence(received_at) == 0.0
+    assert machine.clock.silence(received_at, NOTHING) == 0.0
     machine.run(14)
-    assert machine.clock.silence(received_at) == 0.0
+    assert machine.clock.silence(received_at, NOTHING) == 0.0
     machine.run(6)
-    assert machine.clock.silence(received_at) == 6.0
+    assert machine.clock.silence(received_at, NOTHING) == 6.0
 
 
 def test_a_long_absence_excuses_at_most_30_seconds():
@@ -79,7 +82,7 @@ def test_a_long_absence_excuses_at_most_30_seconds():
     received_at = machine.monotonic
     machine.suspend(36000)
     machine.run(40)
-    assert machine.clock.silence(received_at) == 9.0
+    assert machine.clock.silence(received_at, NOTHING) == 9.0
 
 
 def test_the_lease_of_a_kept_cluster_does_not_expire_during_a_stop(tmp_path):

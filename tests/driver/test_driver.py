@@ -204,6 +204,24 @@ def test_a_silent_host_is_lost_and_rejoins(tmp_path: Path) -> None:
     run_story(story)
 
 
+def test_no_host_is_lost_while_messages_wait_unread(tmp_path: Path) -> None:
+    """The driver is slower than its hosts: what it has not read says nothing about them, nor about their commits."""
+
+    async def story() -> None:
+        async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as fakes:
+            fakes.server.backlog.end(asyncio.get_running_loop().time())
+            fakes.server.backlog.begin()
+            fakes.busy |= {"a", "b"}
+            await fakes.advance_time(30.0)
+            assert fakes.ranks == ["a/0#1", "b/0#1"]
+            assert not fakes.driver.cluster.stall
+            fakes.server.backlog.end(asyncio.get_running_loop().time())
+            await fakes.advance_time(3.0)
+            assert fakes.driver.cluster.hosts["b"].phase is not HostPhase.UP
+
+    run_story(story)
+
+
 def test_the_end_of_an_old_agent_does_not_end_the_next(tmp_path: Path) -> None:
     """If a host is removed and added again, the late end of its old agent does not count against the new agent."""
 

@@ -8,6 +8,7 @@ import pytest
 
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol.worker_messages import AllowPeers
+from nbelastic.transport.backlog import Backlog
 from tests.core.story import Story
 
 ONE, TWO, OTHER = "10.0.0.1", "10.0.0.2", "10.1.0.2"
@@ -38,12 +39,13 @@ class Peers:
     """A server whose peers have sent their last messages at these times."""
 
     def __init__(self, **heard_at: float) -> None:
+        self.backlog = Backlog(1)
         self.heard_at = {f"worker/{name}/0#1": at for name, at in heard_at.items()}
 
 
 def test_no_worker_is_looked_at_while_all_are_heard(monkeypatch):
     """The oldest message of all decides; a worker that a new driver expects counts until it connects."""
-    clock = SimpleNamespace(silence=lambda at: max(0.0, 100.0 - at))
+    clock = SimpleNamespace(silence=lambda at, _: max(0.0, 100.0 - at))
     server = Peers(a=95.0, b=92.0)
     workers = Workers(server, None, clock, None, None)
     assert (workers.are_heard(8.0), workers.are_heard(7.9)) == (True, False)

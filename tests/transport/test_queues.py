@@ -38,6 +38,27 @@ def test_the_loop_runs_other_tasks_between_batches():
     asyncio.run(story())
 
 
+def test_the_server_knows_that_messages_wait():
+    """Until the last one is read, it has read only what came before it had last read all."""
+
+    async def story():
+        async with running_driver() as driver:
+            count, backlog = 3000, driver.server.backlog
+            with raw_socket(driver) as socket:
+                socket.send(encode(ev.LeaveAcknowledged(WORKER, 1, 0)))
+                await until(lambda: driver.received and backlog.read_up_to(1e12) == 1e12)
+                began = time.monotonic()
+                for number in range(1, count):
+                    socket.send(encode(ev.LeaveAcknowledged(WORKER, 1, number)))
+                await until(lambda: len(driver.received) > 1)
+                while len(driver.received) < count // 2:
+                    assert backlog.read_up_to(1e12) <= began
+                    await asyncio.sleep(0)
+                await until(lambda: len(driver.received) == count and backlog.read_up_to(1e12) == 1e12)
+
+    asyncio.run(story())
+
+
 def test_queued_messages_come_before_telemetry():
     """All queued messages are received before telemetry.
 
