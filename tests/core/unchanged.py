@@ -1,4 +1,4 @@
-"""What was checked once is checked again only if it has changed: most decisions change two or three fields of the cluster."""
+"""Checks of a cluster that are made only if something they read has changed: most decisions change two or three fields."""
 
 from __future__ import annotations
 

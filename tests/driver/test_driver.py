@@ -205,7 +205,7 @@ def test_a_silent_host_is_lost_and_rejoins(tmp_path: Path) -> None:
 
 
 def test_no_host_is_lost_while_messages_wait_unread(tmp_path: Path) -> None:
-    """The driver is slower than its hosts: what it has not read says nothing about them, nor about their commits."""
+    """The driver is slower than its hosts: they are not silent, and may make commits."""
 
     async def story() -> None:
         async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as fakes:

@@ -42,7 +42,7 @@ def test_one_that_sends_without_end_hides_no_silence():
 
 
 def test_each_backlog_counts_anew():
-    """What was read before all was read says nothing about the next messages that wait."""
+    """Messages that were read before all was read do not count for the next ones that wait."""
     backlog = Backlog(3)
     backlog.begin()
     backlog.note_read(b"a", 1.0)
