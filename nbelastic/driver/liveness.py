@@ -90,6 +90,7 @@ class Liveness:
         self._is_cut_off = False  # the event log says that nothing is received from any host
         self._cut_off_at: float | None = None  # when that was so last
         self._absent = 0.0  # seconds of absences of the driver so far
+        self._is_late = False  # the event log says that messages wait unread
         self._unresponsive: set[WorkerId] = set()
         self.stall_detector = StallDetector()
 
@@ -100,6 +101,7 @@ class Liveness:
             await asyncio.sleep(self._interval)
             now, cluster = self._clock.now(), self._cluster()
             self._record_absence()
+            self._record_backlog()
             self._check_hosts(cluster, now)
             self._check_workers(cluster)
             if cluster.stands_still:
@@ -123,6 +125,13 @@ class Liveness:
         if seconds > self._max_silence:
             why = "its process or its machine was stopped"
             self._record(cmd.Record("driver-away", f"the driver did not run for {seconds:.0f} s: {why}"))
+
+    def _record_backlog(self) -> None:
+        seconds = self._agents.unread_seconds()
+        was_late, self._is_late = self._is_late, seconds > self._max_silence
+        if self._is_late and not was_late:
+            why = "its machine may be overloaded; hosts train on"
+            self._record(cmd.Record("driver-late", f"messages wait unread for {seconds:.0f} s by now: {why}"))
 
     def _check_hosts(self, cluster: ClusterState, now: float) -> None:
         for host in cluster.disconnected:

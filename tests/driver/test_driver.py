@@ -215,6 +215,7 @@ def test_no_host_is_lost_while_messages_wait_unread(tmp_path: Path) -> None:
             await fakes.advance_time(30.0)
             assert fakes.ranks == ["a/0#1", "b/0#1"]
             assert not fakes.driver.cluster.stall
+            assert [each.kind for each in fakes.driver.event_log.records].count("driver-late") == 1
             fakes.server.backlog.end(asyncio.get_running_loop().time())
             await fakes.advance_time(3.0)
             assert fakes.driver.cluster.hosts["b"].phase is not HostPhase.UP
