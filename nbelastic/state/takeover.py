@@ -167,13 +167,13 @@ def merged(base: Any, present: Any, edited: Any, name: str = "", own: list[str] 
     if _same(base, edited) or _same(present, edited):
         return present
     if isinstance(base, dict) and isinstance(present, dict) and isinstance(edited, dict):
-        added = {key: value for key, value in present.items() if key not in base and key not in edited}
+        added = {key: value for key, value in present.items() if key not in base}
         known = {key: key in base and key in present for key in edited}
         return added | {
             key: merged(base[key], present[key], value, f"{name}.{key}", own) if known[key] else value
             for key, value in edited.items()
         }
-    if _are_groups(base) and _are_groups(present) and _are_groups(edited) and len(base) == len(present) == len(edited):
+    if all(map(_are_groups, (base, present, edited))) and len(base) == len(present) == len(edited):
         triples = enumerate(zip(base, present, edited, strict=True))
         return [merged(*triple, f"{name}[{index}]" if len(edited) > 1 else name, own) for index, triple in triples]
     own.append(name)
@@ -187,9 +187,8 @@ def _are_groups(value: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two plain values are equal, tensors in them included."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and shape_of(one) == shape_of(other) and torch.equal(one, other)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return shape_of(one) == shape_of(other) and torch.equal(one, other)
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

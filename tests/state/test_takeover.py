@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import nbelastic as nbe
 from nbelastic.errors import StateError
-from nbelastic.state.takeover import initial_values, merged, take_over
+from nbelastic.state.takeover import LONG, initial_values, listed, merged, take_over
 from nbelastic.state.user_words import UserWords, in_users_words
 from tests.state.training import no_memory
 
@@ -123,7 +123,47 @@ def test_another_optimizer_begins_afresh():
     del values["scheduler"]
     found = taken(nbe.TorchState(**values), old, base)
     assert found.may_be_unequal
+    assert any(note.endswith("parameters optimizer") for note in found.notes)
     assert not values["optimizer"].state
+
+
+def test_a_program_that_takes_over_before_the_first_step():
+    """The optimizer of the old one has kept nothing yet, and nothing is put into either."""
+    old, new = make(), make()
+    assert taken(new, old, initial_values(old)) == ([], False)
+    assert not old.optimizer.state
+    assert not new.optimizer.state
+
+
+class Counting(torch.optim.SGD):
+    """It keeps numbers and lists, for each parameter and for all of them."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for kept in (self.state["all"], *map(self.state.__getitem__, self.param_groups[0]["params"])):
+            kept["steps"] = kept.get("steps", 0) + 1
+            kept.setdefault("rates", []).append(self.param_groups[0]["lr"])
+
+
+def test_what_an_optimizer_keeps_beside_tensors_goes_on():
+    """All of it is taken over, as a copy: a step of the new program changes nothing of the old optimizer's."""
+
+    def made():
+        model = torch.nn.Linear(3, 1)
+        return nbe.TorchState(model=model, optimizer=Counting(model.parameters(), lr=0.5, momentum=0.9))
+
+    def kept(state):
+        return [(entry["steps"], entry["rates"]) for entry in state.optimizer.state.values()]
+
+    old, new = made(), made()
+    base = initial_values(old)
+    old.model(torch.ones(3)).backward()
+    old.optimizer.step()
+    old.commit()
+    taken(new, old, base)
+    new.optimizer.step()
+    assert kept(old) == [(1, [0.5])] * 3
+    assert kept(new) == [(2, [0.5, 0.5])] * 3
 
 
 def test_values_that_each_rank_may_have_made_for_itself_are_sent_to_all():
@@ -179,6 +219,12 @@ def test_a_sharded_state_and_a_whole_one_do_not_take_over_from_one_another(is_ne
         take_over(new, old, {}, {})
 
 
+def test_a_sharded_state_makes_no_values_by_itself():
+    """It takes all that it needs in its next world: nothing is to be sent to all ranks before."""
+    old, new = nbe.ShardedState(step=0), nbe.ShardedState(step=0)
+    assert taken(new, old, initial_values(old)) == ([], False)
+
+
 VALUES = st.recursive(
     st.integers() | st.text(max_size=2) | st.none(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
@@ -198,6 +244,55 @@ def test_a_value_that_begins_as_nan_goes_on():
     own: list[str] = []
     assert merged(base, {"best": 0.5, "losses": [0.7]}, edited, "state", own) == {"best": 0.5, "losses": [0.7]}
     assert own == []
+
+
+@pytest.mark.parametrize(
+    ("base", "edited", "is_edit"),
+    [
+        (torch.ones(2), torch.ones(2), False),
+        (torch.ones(2), torch.zeros(2), True),
+        (torch.ones(2), torch.ones(3), True),
+        (torch.ones(2), torch.ones(2).double(), True),
+        (torch.ones(2), 1.0, True),
+        (1.0, torch.ones(2), True),
+    ],
+)
+def test_a_tensor_is_compared_by_its_values(base, edited, is_edit):
+    """A program that makes an equal tensor has not edited it."""
+    present, own = 0.5, []
+    assert merged(base, present, edited, "scale", own) is (edited if is_edit else present)
+    assert own == ["scale"] * is_edit
+
+
+def test_entries_that_come_and_go():
+    """One that the user has removed stays away, and one that the training has added goes on."""
+    assert merged({"a": 1, "b": 2}, {"a": 5, "b": 6, "c": 7}, {"a": 1}) == {"a": 5, "c": 7}
+    assert merged({"a": 1}, {"b": 5}, {"a": 2, "b": 3}) == {"a": 2, "b": 3}
+
+
+def test_parameter_groups_are_merged_one_by_one():
+    """A rate that was edited in one group is set there. A program with another number of groups sets them all."""
+    base, present = ([{"lr": rate, "decay": 0}] * 2 for rate in (0.1, 0.05))
+    edited, own = [base[0], {"lr": 0.3, "decay": 0}], []
+    assert merged(base, present, edited, "optimizer", own) == [present[0], edited[1]]
+    assert merged(base[:1], present[:1], edited, "optimizer", own) == edited
+    assert merged(base, present[:1], edited, "optimizer", own) == edited
+    assert own == ["optimizer[1].lr", "optimizer", "optimizer"]
+
+
+@pytest.mark.parametrize("first", [1, {"lr": 1}])
+def test_another_list_is_one_value(first):
+    """Its items may have moved."""
+    assert merged([first, 2], [first, 3], [4, 2]) == [4, 2]
+    assert merged([first, 2], [first, 3], [{"lr": 4}, 2]) == [{"lr": 4}, 2]
+
+
+def test_a_note_names_a_few_values():
+    """Short names come first, as the key of a callback may be a line of text."""
+    line = "x" * (LONG + 1)
+    assert listed("sets", [line, *"abc"]) == [f"the new program sets a, b, c, {line}"]
+    assert listed("sets", [line, *"abcd"]) == ["the new program sets a, b, c, d and 1 more"]
+    assert listed("sets", [line[1:], *"abc"]) == [f"the new program sets {line[1:]}, a, b, c"]
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), VALUES), st.sampled_from("abcd"), VALUES)
