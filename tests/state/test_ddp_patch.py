@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from nbelastic import TorchState
+from nbelastic.state import ddp_patch
 from nbelastic.worker.interrupts import WorldAborted
 from nbelastic.worker.process_group import collectives
 from tests.state.training import copies, network, step, weights, wrapping
@@ -215,3 +216,56 @@ def test_values_are_received_bucket_by_bucket(group, begun, monkeypatch):
         for size in (16, 17):  # bytes; a tensor has 8
             distributed_utils._sync_params_and_buffers(None, [torch.ones(2) for _ in range(5)], size, 0)
     assert sizes == [2, 2, 1, 3, 2]
+
+
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters")
+@pytest.mark.parametrize("options", [{}, {"static_graph": True, "find_unused_parameters": True}])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_only_a_pass_in_which_ddp_may_receive_sizes_is_checked(group, begun, options, is_training):
+    """That is its second one in a training. An evaluation before it costs nothing."""
+    model, optimizer = network()
+    checks = []
+    with wrapping(begun(TorchState(model=model)), lambda: checks.append(1)):
+        ddp = DistributedDataParallel(model, **options)
+        step(ddp, optimizer)
+        checks.clear()
+        with torch.set_grad_enabled(is_training):
+            ddp(torch.ones(2, 4))
+        assert checks == [1] * is_training
+    del ddp
+
+
+@pytest.mark.parametrize("flag", ["_use_python_reducer", "_delay_all_reduce_all_params", "find_unused_parameters"])
+def test_a_ddp_that_never_receives_sizes_is_not_checked(group, begun, flag):
+    """It is compiled with torch's reducer in Python, leaves all gradients to the program, or has unused parameters."""
+    checks = []
+    with wrapping(committed(begun), lambda: checks.append(1)):
+        ddp = DistributedDataParallel(network()[0])
+        setattr(ddp, flag, True)
+        checks.clear()
+        ddp(torch.ones(2, 4))
+    assert checks == []
+    del ddp
+
+
+def test_a_program_that_reduces_its_gradients_itself_is_checked_for_a_while(group, begun, monkeypatch):
+    """DDP never makes its buckets then. So only the first passes of each DDP are checked, as each check takes time."""
+    monkeypatch.setattr(ddp_patch, "MOST_CHECKS", 2)
+    checks = []
+    with wrapping(committed(begun), lambda: checks.append(1)):
+        for _ in range(2):
+            ddp = DistributedDataParallel(network()[0])
+            checks.clear()
+            with ddp.no_sync():
+                for _ in range(4):
+                    ddp(torch.ones(2, 4)).sum().backward()
+            assert len(checks) == 2
+    del ddp
+
+
+def test_what_is_no_module_is_left_to_ddp(group, begun):
+    """The other ranks, which may have given a module, are asked all the same: none waits for this one."""
+    asked = []
+    with wrapping(committed(begun), on_any_rank=lambda mine, _: asked.append(mine)), pytest.raises(AttributeError):
+        DistributedDataParallel("model")
+    assert asked == [True]
