@@ -28,7 +28,7 @@ def folder_lock(folder: Path, cluster: str, logs: Path) -> Iterator[None]:
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):
             # The folder may be shared: another user's link must not choose the file that is written.
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             # An account that can read the file can lock it: so only accounts that can write checkpoints here may read it.
             writers = folder.stat().st_mode & 0o022
             descriptor = os.open(folder / FILE, flags, 0o600 | writers | writers << 1)

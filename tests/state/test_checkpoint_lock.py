@@ -62,6 +62,44 @@ def test_a_cluster_waits_until_another_one_ends(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == f"nbelastic: {line}\n"
 
 
+class Clock:
+    """Stands for `time`: a second passes in each sleep, and `then` is called."""
+
+    def __init__(self, then):
+        self.now, self.then = 0.0, then
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, _):
+        self.now += 1
+        self.then(self.now)
+
+
+def test_processes_that_were_killed_have_a_while_to_end(tmp_path, monkeypatch, capsys):
+    """A job that begins just after another one was stopped prints no line: the folder is free within `PATIENCE`."""
+    monkeypatch.setattr(checkpoint_lock, "PATIENCE", 5.0)
+    monkeypatch.setattr(checkpoint_lock, "TIMEOUT", 60.0)
+    with ExitStack() as killed:
+        killed.enter_context(folder_lock(tmp_path, "a1", LOGS))
+        clock = Clock(lambda now: killed.close() if now > 3 else None)
+        monkeypatch.setattr(checkpoint_lock, "time", clock)
+        with folder_lock(tmp_path, "b2", LOGS):
+            assert clock.now == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cluster_that_has_not_written_its_number_yet(tmp_path):
+    """The folder is locked, though the file has still the number of the last job: this one does not take the lock for its own."""
+    with folder_lock(tmp_path, "a1", LOGS):
+        pass
+    descriptor = os.open(tmp_path / FILE, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(StateError), folder_lock(tmp_path, "a1", LOGS):
+        pass
+    os.close(descriptor)
+
+
 def test_clusters_with_one_log_folder_are_two(tmp_path):
     """Two copies of a notebook may name one log folder. Their clusters do not share a checkpoint folder."""
     with folder_lock(tmp_path, "a1", LOGS), pytest.raises(StateError), folder_lock(tmp_path, "b2", LOGS):
