@@ -153,6 +153,16 @@ def test_a_control_group_bounds_the_free_memory(monkeypatch, tmp_path):
     assert memory.free_on_machine() > 400_000
 
 
+def test_what_torch_keeps_of_a_gpus_memory_counts_as_free(monkeypatch):
+    """torch gives memory that it has reserved, and does not use, to the copies. Half of all that is free is used."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
+    gpu = torch.device("cuda")
+    assert fits([Huge(150, gpu), Huge(50, gpu)], gpu, 2)
+    assert not fits([Huge(150, gpu), Huge(51, gpu)], gpu, 2)
+
+
 def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
     """A failed warm-up leaves no group, so that the first world can make its default group."""
 

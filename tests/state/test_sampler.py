@@ -294,12 +294,14 @@ def test_a_process_that_outlives_the_pass_is_refused(inside):
     assert len(list(sampler)) == 8
 
 
-def test_a_rank_is_not_pickled_for_use_outside_a_world(as_rank):
-    """A sampler that was pickled in a world gives all samples where it is loaded outside of a world."""
+def test_a_rank_is_pickled_for_a_dataloaders_process_only(as_rank, inside, monkeypatch):
+    """A sampler that was pickled in a world gives this rank's samples in a DataLoader's process, and else all of them."""
     as_rank(1, 3)
-    sampler = pickle.dumps(ElasticSampler(range(9)))
-    as_rank(0, 1)
-    assert len(pickle.loads(sampler)) == 9
+    pickled = pickle.dumps(ElasticSampler(range(9), shuffle=False))
+    monkeypatch.undo()
+    assert list(pickle.loads(pickled)) == list(range(9))
+    inside(1)
+    assert list(pickle.loads(pickled)) == [1, 4, 7]
 
 
 def test_batch_samplers(as_rank):
