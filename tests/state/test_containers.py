@@ -1,6 +1,8 @@
 """Lists, dicts and other small values: whose objects they are after a break, on a newcomer, and of which class."""
 
+import copy
 from collections import Counter, OrderedDict, defaultdict
+from itertools import permutations
 
 import pytest
 import torch
@@ -53,6 +55,15 @@ def test_a_newcomer_s_names_stay_good_and_its_classes_too(kind):
     newcomer.counts["new"] += 1
     newcomer.words["new"].append(1)
     newcomer.order.move_to_end("y")
+
+
+@pytest.mark.parametrize(("committed", "later"), [*permutations([None, {"loss": 9}, [9]], 2)])
+def test_a_value_that_becomes_a_list_or_dict_or_is_none_any_more(begun, committed, later):
+    """After a break it is what the commit had, of whatever kind."""
+    state = begun(ObjectState(best=copy.copy(committed)))
+    state.best = copy.copy(later)
+    state.undo()
+    assert state.best == committed
 
 
 def test_a_replaced_value_is_left_alone(begun):
