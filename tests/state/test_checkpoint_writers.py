@@ -111,3 +111,22 @@ def test_a_reader_gets_the_newer_one_that_a_job_writes_meanwhile(tmp_path, monke
     monkeypatch.setattr(checkpoint, step, read_late)
     assert saving.load(other, tmp_path) == tmp_path / "000003-commit-3"
     assert other.step == other.commits == 3
+
+
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    """A power failure leaves no checkpoint with half a file, and loses none that a program was told of."""
+    on_disk, rename, fsync = {}, checkpoint.rename, os.fsync
+
+    def flush(descriptor):
+        on_disk[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    def named(temporary, *rest):
+        assert {str(path): path.stat().st_size for path in (temporary, *temporary.iterdir())} == on_disk
+        on_disk.clear()
+        return rename(temporary, *rest)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(checkpoint, "rename", named)
+    assert write(counter(1), tmp_path)
+    assert on_disk.keys() == {str(tmp_path)}
