@@ -102,6 +102,7 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "no optimizer keeps something for None",
     ),
     ("state/takeover.py", "strict=True", "strict=False", "all three are of one length by then"),
+    ("contents.py", "self.grouped = 0", "self.grouped = 1", "each state makes a survey before it is read"),
     ("checkpoint_lock.py", "waited > TIMEOUT", "waited >= TIMEOUT", "no real wait is so exact"),
     ("checkpoint_lock.py", "waited > PATIENCE", "waited >= PATIENCE", "as before"),
     (
