@@ -114,7 +114,7 @@ def test_a_reader_gets_the_newer_one_that_a_job_writes_meanwhile(tmp_path, monke
 
 
 def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
-    """A power failure leaves no checkpoint with half a file, and loses none that a program was told of."""
+    """A power failure leaves no checkpoint with half a file, and loses none that was reported to a program."""
     on_disk, rename, fsync = {}, checkpoint.rename, os.fsync
 
     def flush(descriptor):
