@@ -60,6 +60,15 @@ def test_gradients_that_were_thrown_away_do_not_hold_up_a_commit(group, begun):
     assert state.commits == 1
 
 
+def test_a_second_loop_does_not_wait_for_the_gradients_that_a_step_has_used(group, begun):
+    """The first loop ended without a commit after its last step, and the gradients are still there."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    step(model, optimizer)
+    begun(state).commit()
+    assert state.commits == 1
+
+
 def test_a_commit_without_a_step_does_the_same_on_every_rank(group, begun):
     """If any rank accumulates gradients, all ranks skip the commit, and their counts stay equal."""
     counts = []

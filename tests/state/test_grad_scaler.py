@@ -57,6 +57,17 @@ def test_a_restore_returns_to_the_scale_of_the_commit(training):
     assert scaler._scale is scale
 
 
+def test_a_scaler_that_is_switched_off(begun):
+    """`GradScaler(enabled=False)` has no scale: it is committed and restored as any object, and passes steps on."""
+    model, optimizer = network()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = begun(TorchState(model=model, optimizer=optimizer, scaler=scaler))
+    step(model, optimizer, scaler)
+    state.commit()
+    state.restore()
+    assert (state.commits, state.scaler) == (1, scaler)
+
+
 def test_after_an_aborted_step_gradients_are_unscaled_again(training):
     """The abort comes after `unscale_`, in the optimizer's hook: the next step must not take its gradients for unscaled."""
     model, optimizer, scaler, state = training
