@@ -111,6 +111,12 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "os.truncate(descriptor, 1)",
         "the next line writes over that byte",
     ),
+    (
+        "grad_scaler.py",
+        "value is not None and present is not None",
+        "value is not None",
+        "torch sets none of these attributes back to None",
+    ),
     ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
 ]
 

@@ -45,6 +45,22 @@ def test_several_steps_per_commit_print_nothing(group, begun, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("is_alone", [False, True])  # in a world of one no collective is needed
+def test_an_optimizer_that_steps_more_often_than_another_prints_nothing(group, begun, capsys, is_alone):
+    """A GAN trains its discriminator twice per step of the generator: the program chose that, as it commits after both."""
+    one, first = network()
+    two, second = network(2)
+    state = begun(TorchState(one=one, two=two, first=first, second=second))
+    for model, optimizer in ((one, first), (one, first), (two, second)):
+        model(torch.ones(2, 4)).sum().backward()
+        if not is_alone:
+            dist.all_reduce(torch.ones(1))
+        optimizer.step()
+    state.commit()
+    assert copies(state) == 8
+    assert capsys.readouterr().err == ""
+
+
 def test_two_optimizers_that_step_together_need_no_copies(group, begun):
     """Two optimizers that step without a collective in between need no copies, because no abort can separate them."""
     one, first = network()

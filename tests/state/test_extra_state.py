@@ -51,13 +51,17 @@ def test_a_break_returns_to_the_commit(begun):
 
 
 def test_a_layer_that_cannot_take_it_back_is_left_alone(begun):
-    """It defines only `get_extra_state`: a break neither fails nor calls that."""
+    """It defines only `get_extra_state`, or only the inverse: a break neither fails nor calls that."""
 
     class Telling(nn.Linear):
         def get_extra_state(self):
             pytest.fail("it was called")
 
-    state = begun(TorchState(model=Telling(2, 2)))
+    class Told(nn.Linear):
+        def set_extra_state(self, _):
+            pytest.fail("it was called")
+
+    state = begun(TorchState(model=nn.Sequential(Telling(2, 2), Told(2, 2))))
     state.generation_ended(aborted=True)
     assert state.clean
 

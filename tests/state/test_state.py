@@ -1,8 +1,5 @@
 """Commit, change, restore: the restored values, their cost, and what is refused."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
@@ -228,21 +225,6 @@ def test_no_gradient_survives_a_planned_change(begun):
     assert (state.commits, state.clean) == (1, True)
 
 
-@pytest.mark.parametrize("aborted", [True, False], ids=["a break", "a planned change"])
-def test_each_call_begins_with_the_modes_of_the_first(begun, aborted):
-    """As on a newcomer: an evaluation that did not end leaves no layer in eval mode, also at a commit at which ranks leave."""
-    model, optimizer = network()
-    model[1].eval()
-    state = begun(TorchState(model=model, optimizer=optimizer))
-    model.add_module("head", torch.nn.Dropout())
-    train_step(model, optimizer)
-    state.commit()
-    model.eval()
-    state.commit()
-    state.generation_ended(aborted=aborted)
-    assert [layer.training for layer in model.modules()] == [True, True, False, True, True]
-
-
 def test_buffers_follow(begun):
     """BatchNorm's running statistics change in forward passes; a restore undoes those of a broken step."""
     model, optimizer = network()
@@ -273,34 +255,6 @@ def test_schedulers_and_samplers_follow(begun):
     state.undo()
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.005)
     assert (sampler.epoch, sampler.used) == (0, 10)
-
-
-def test_random_numbers_repeat_after_a_restore(begun):
-    """After a restore, torch's, Python's and numpy's generators repeat the numbers that followed the commit."""
-    state = begun(ObjectState())
-
-    def draw():
-        return torch.rand(2).tolist(), random.random(), np.random.rand(2).tolist()  # noqa: NPY002  (the global generator is meant)
-
-    draw()
-    state.commit()
-    first = draw()
-    draw()
-    state.restore()
-    assert draw() == first
-
-
-def test_a_gpus_random_numbers_repeat_after_a_restore(begun, monkeypatch):
-    """If a GPU is in use, a restore also sets its generator back to the commit."""
-    generator_states = ["at the commit"]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: generator_states[-1])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", generator_states.append)
-    state = begun(ObjectState())
-    state.commit()
-    generator_states.append("later")
-    state.restore()
-    assert generator_states[-1] == "at the commit"
 
 
 def test_a_model_without_an_optimizer_is_always_copied(begun):
