@@ -117,6 +117,8 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "value is not None",
         "torch sets none of these attributes back to None",
     ),
+    ("replica_hash.py", "if is_odd or flat.stride(0) != 1:", "if True:", "slower, with the same hash"),
+    ("stream.py", "remaining[:at]", "remaining[:]", "the shards after them have given no sample by then"),
     ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
 ]
 

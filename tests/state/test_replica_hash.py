@@ -63,7 +63,8 @@ def images():
 
 def columns():
     model = nn.Linear(3, 2)
-    model.scale, model.shift = (nn.Parameter(torch.randn(9, 4)[:, part]) for part in (1, slice(2, 3)))
+    model.scale, model.shift = (nn.Parameter(torch.randn(9, 2)[:, part]) for part in (0, slice(1, 2)))
+    model.rest = nn.Parameter(torch.randn(9)[1:])
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -129,6 +130,18 @@ def test_a_larger_state_is_read_within_as_many_commits_as_it_has_windows(monkeyp
         assert good.hashes().by_commit[last] != bad.hashes().by_commit[last]
 
 
+def test_what_takes_longer_to_read_is_read_in_more_windows():
+    """Elements in another order, and many small tensors: no commit takes longer than others."""
+
+    def windows(*weights):
+        state = TorchState(weights=nn.ParameterList(weights))
+        return len(replica_hash.Plan(state._contents).windows)
+
+    weight = torch.zeros(1024, 512)
+    assert windows(weight.t()) > 2 * windows(weight)
+    assert windows(*torch.zeros(200, 4)) == 2
+
+
 def test_a_difference_stays_in_later_hashes():
     """Ranks that report other commits can be compared: a difference is not over when its window is."""
     good, bad = Rank(adam), Rank(adam)
@@ -161,7 +174,7 @@ def test_a_newcomer_has_the_same_hashes(make):
 
 
 def test_a_parameter_with_gaps_in_memory_is_hashed_by_its_elements():
-    """A column of a larger tensor, as of a weight that is split into parts."""
+    """A column of a larger tensor, or its end, as of a weight that is split into parts."""
     good, bad = Rank(columns), Rank(columns)
     for rank in (good, bad):
         rank.step()
