@@ -108,6 +108,9 @@ def test_a_fused_optimizer_s_tensors_are_copied_and_a_frozen_layer_s_are_not(gro
         copied.clear()
         state.commit()
     assert len([t for t in copied if t.nbytes > tensor_snapshot.SMALL]) == 3  # a weight, and two averages of it
+    copied.clear()
+    state.commit()  # no step was made
+    assert all(t.nbytes <= tensor_snapshot.SMALL for t in copied)
     before = numbers(model, optimizer)
     step(model, optimizer)
     state.restore()
@@ -187,3 +190,29 @@ def test_a_commit_in_inference_mode(group, begun):
     step(model, optimizer)
     state.undo()
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_cell_s_change_through_data_is_in_an_exact_mark(begun):
+    """Cells at a commit are compared so, whatever types the tensors have. A mark that only counts has no such change."""
+    table = nn.Module()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
+        table.register_buffer(f"of_{dtype.itemsize}_bytes", torch.zeros(3, dtype=dtype))
+    table.register_buffer("empty", torch.zeros(0))
+    state = begun(TorchState(table=table))
+    counted, exact = (state._mark(exact=exact) for exact in (False, True))
+    for buffer in table.buffers():
+        assert state._mark(exact=True) == exact
+        buffer.data[:1] += 1
+        assert (state._mark(exact=True) == exact) is (buffer.numel() == 0)
+        assert state._mark(exact=False) == counted
+        exact = state._mark(exact=True)
+
+
+def test_small_values_before_a_cell_can_be_set_again(begun):
+    """Counters, and the options of optimizers; of those that the cell has not changed none is set."""
+    model, optimizer = fused()
+    state = begun(TorchState(model=model, optimizer=optimizer, epoch=1, best=None))
+    before = state._small_values()
+    optimizer.param_groups[0]["lr"], state.epoch, state.best = 5.0, 2, 0.5
+    state._set_small_values({name: before[name] for name in ("epoch", "optimizer")})
+    assert (optimizer.param_groups[0]["lr"], state.epoch, state.best) == (0.1, 1, 0.5)
