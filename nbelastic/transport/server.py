@@ -220,7 +220,6 @@ class Server:
     def _schedule_read(self) -> None:
         if self._next_read is None and not self._closing:
             self._next_read = self._loop.call_soon(self._read)
-            self.backlog.begin()
 
     def _read(self) -> None:
         """Receive one batch of messages, then yield to other callbacks.
@@ -228,6 +227,7 @@ class Server:
         ZeroMQ's descriptor signals changes only, so the socket must be read until it is empty.
         """
         self._next_read = None
+        self.backlog.begin()
         end = time.monotonic() + TURN
         for _ in range(BATCH):
             try:
