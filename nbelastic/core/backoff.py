@@ -60,17 +60,17 @@ def host_backoff(cluster: ClusterState, host: Host, now: float) -> tuple[int, fl
     """
     healthy = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
     failures = 1 if healthy else host.failures + 1
-    return failures, host_wait(cluster, failures)
+    return failures, retry_wait(cluster, failures)
 
 
-def host_wait(cluster: ClusterState, failures: int) -> float:
-    """Seconds until a host is tried again after so many failures."""
+def retry_wait(cluster: ClusterState, failures: int) -> float:
+    """Seconds until a host or newcomer is tried again after so many failures."""
     return max(AGENT_RETRY, backoff_seconds(cluster.limits, failures))
 
 
-def waits_longest(cluster: ClusterState, host: Host) -> bool:
-    """Whether the host has failed so often that its back-off grows no more: it may do so for days."""
-    return host.failures > 0 and host_wait(cluster, host.failures + 1) == host_wait(cluster, host.failures)
+def waits_longest(cluster: ClusterState, failures: int) -> bool:
+    """Whether the back-off of a host or newcomer grows no more after so many failures: they may go on for days."""
+    return failures > 0 and retry_wait(cluster, failures + 1) == retry_wait(cluster, failures)
 
 
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:
@@ -79,9 +79,10 @@ def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: flo
     for w in ids:
         worker = cluster.workers[w]
         failures = worker.failures + 1
-        wait = max(AGENT_RETRY, backoff_seconds(cluster.limits, failures))
-        text = f"{w} is left out: {why}; tried again in {wait:g} s"
-        out.append(cmd.Record("newcomer-held", text, host=w.host, worker=str(w), generation=cluster.generation))
+        wait = retry_wait(cluster, failures)
+        if not waits_longest(cluster, worker.failures):
+            text = f"{w} is left out: {why}; tried again in {wait:g} s"
+            out.append(cmd.Record("newcomer-held", text, host=w.host, worker=str(w), generation=cluster.generation))
         workers[w] = replace(worker, failures=failures, reason=f"left out: {why}")
         held[w] = now + wait
     return replace(cluster, workers=cluster.workers | workers, held_back=held)

@@ -145,7 +145,7 @@ def environment_reported(cluster: ClusterState, event: EnvironmentReported, now:
     name, host = event.host, cluster.hosts.get(event.host)
     if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
         return cluster
-    if not host.prepares_by and not backoff.waits_longest(cluster, host):
+    if not host.prepares_by and not backoff.waits_longest(cluster, host.failures):
         out.append(cmd.Record("environment-begun", f"{name} makes an environment for the requirements", host=name))
     until = host.prepares_by or now + cluster.limits.timeouts.environment
     host = replace(host, prepares_by=until, reason=f"makes an environment for the requirements: {event.text}")
@@ -177,7 +177,7 @@ def agent_lost(
     is_new = reason != host.lost_for
     if host.is_up or host.lost_for is None or (is_new and kind != "host-lost"):
         out.append(cmd.Record(kind, text, host=name))
-    elif is_new or wait != backoff.host_wait(cluster, host.failures):
+    elif is_new or wait != backoff.retry_wait(cluster, host.failures):
         out.append(cmd.Record("host-still-down", text, host=name))
     host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, lost_for=reason, retry_at=now + wait)
     cluster = replace(cluster, wake_at=min(cluster.wake_at, host.retry_at))

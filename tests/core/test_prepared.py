@@ -279,6 +279,19 @@ def test_of_several_newcomers_that_are_left_out_one_is_named():
     )
 
 
+def test_a_newcomer_that_is_left_out_for_days_makes_few_events():
+    """It is recorded while its back-off grows: at last it is tried every five minutes, without an event."""
+    story = with_stage(Stage.PREPARING)
+    story.silent.add(wid("d/0#1"))
+    story._unsay(wid("d/0#1"), ev.WorkerPrepared)
+    story.cluster = replace(story.cluster, limits=replace(story.cluster.limits, cooldown=(5.0, 300.0)))
+    story.answer().quiet(86400.0)
+    waits = [text.rpartition("tried again in ")[2] for text in story.records("newcomer-held")]
+    assert waits == ["5 s", "10 s", "20 s", "40 s", "80 s", "160 s", "300 s"]
+    assert story.cluster.workers[wid("d/0#1")].failures > 100
+    assert "d/0#1 is left out" in story.reason
+
+
 def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     """All but one member have prepared, without a known cause: newcomers are left out, then tried one by one."""
     story = with_stage(Stage.RUNNING)
