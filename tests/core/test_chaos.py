@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from nbelastic.core.chaos import Fault, Withheld, choose
 from nbelastic.core.state import Stage
+from nbelastic.protocol import events as ev
 from nbelastic.protocol.chaos import KINDS, draw, pause_before
 from nbelastic.protocol.ids import WorkerId
 from tests.core.fakes import wid
@@ -88,6 +89,13 @@ def test_newcomers_are_no_victims_but_count():
     story = with_stage(Stage.PREPARING, min=2)
     assert story.cluster.newcomers == {wid("d/0#1")}
     assert {fault.host for fault in chosen(story)} == {"a", "b", "c"}
+
+
+def test_while_a_world_trains_workers_that_have_not_come_to_it_are_no_victims():
+    """They still run the program's beginning."""
+    story = Story("a:2", min=1).run().add("b:1").answer(lambda event: not isinstance(event, ev.WorkerReady))
+    assert story.cluster.workers[wid("b/0#1")].job == "job"
+    assert {fault.worker for fault in chosen(story, kinds=("kill",))} == {wid("a/0#1"), wid("a/1#1")}
 
 
 def test_another_kind_is_chosen_if_one_is_impossible():

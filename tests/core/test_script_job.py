@@ -89,6 +89,7 @@ def test_a_removed_host_leaves_when_the_workers_of_its_script_have_ended():
     story = removed()
     assert story.assignments == {"a": 1}
     story.wait(34.0)
+    story.send(sev.NodeSucceeded("b", 1), sev.NodesHeard(("b",)))
     assert stopped(story) == []
     story.send(sev.NodeLeft("b", "its host has left"))
     assert (stopped(story), [*story.cluster.hosts]) == (["b"], ["a"])
