@@ -92,6 +92,12 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "if False:",
         "a short cut: the same hosts, one by one",
     ),
+    (
+        "requests.py",
+        "return provisioning.provision(cluster, now, out) if ready else cluster",
+        "return cluster if ready else provisioning.provision(cluster, now, out)",
+        "the loop in `step` calls it again, and then nothing is ready",
+    ),
     ("commit_record.py", "strict=True", "strict=False", "both are always of one length"),
     ("modes.py", "if layer.training != mode:", "if True:", "a short cut: what follows sets an equal value then"),
     (
