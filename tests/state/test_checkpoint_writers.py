@@ -130,3 +130,24 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, monk
     monkeypatch.setattr(checkpoint, "rename", named)
     assert write(counter(1), tmp_path)
     assert on_disk.keys() == {str(tmp_path)}
+
+
+def within(error, other):
+    error.__context__ = other
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "No space left"),
+        (OSError(errno.EACCES, "Permission denied", "/data/x"), "Permission denied: /data/x"),
+        (within(RuntimeError("torch's writer failed"), OSError(errno.ENOSPC, "No space left")), "No space left"),
+        (RuntimeError("an invalid\nargument"), "RuntimeError: an invalid"),
+        (within(KeyError("name"), OSError(errno.ENOSPC, "No space left")), "KeyError: 'name'"),
+        (StateError("of another model"), "of another model"),
+    ],
+)
+def test_an_error_in_words(error, text):
+    """An error of the disk is shown without its Python type, any other with it."""
+    assert checkpoint.reason(error) == text
