@@ -232,12 +232,11 @@ class Agents:
     def silence_of(self, host: str) -> float:
         """Seconds since the last message of this host's agent; 0 if it has not connected yet."""
         heard_at = self._server.heard_at.get(self.peer_of(host))
-        return self._clock.silence(heard_at, self._server.backlog) if heard_at is not None else 0.0
+        return self._clock.silence(heard_at, self._server.backlog.connections) if heard_at is not None else 0.0
 
     def unread_seconds(self) -> float:
-        """How long messages have waited unread, because the driver reads more slowly than they come."""
-        now = time.monotonic()
-        return now - self._server.backlog.read_up_to(now)
+        """For how long messages may have waited unread, at most."""
+        return self._clock.unread_seconds(self._server.backlog.messages)
 
     def rehome(self, host: str, rehome: messages.Rehome) -> None:
         """Tell the host's agent the new address of its workers, and remember it for workers that register later."""
@@ -393,5 +392,5 @@ class Agents:
         lives_on, heard_at = handle.driver_address and self._settings.tunnels, self._heard_at(handle)
         if lives_on and not self._settings.makes_pods and (heard_at or handle.is_adopted):
             answered = seen or (handle.is_ending and self._server.has_acknowledged(handle.peer))
-            silence = self._clock.silence(heard_at, self._server.backlog) if heard_at else math.inf
+            silence = self._clock.silence(heard_at, self._server.backlog.connections) if heard_at else math.inf
             self._unanswered.note_end(handle.host, 0.0 if answered else silence, self._clock.now())

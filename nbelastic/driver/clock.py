@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nbelastic.transport.backlog import Backlog
+from nbelastic.transport.backlog import Unread
 
 MAX_EXCUSED = 30.0  # seconds; after an absence, silence is ignored for at most this long, while the network comes back
 
@@ -49,14 +49,19 @@ class Clock:
         """The machine's monotonic time at a time `at` since the last absence. A time of day is made from it."""
         return at + self.skipped
 
-    def silence(self, heard_at: float, backlog: Backlog) -> float:
+    def silence(self, heard_at: float, unread: Unread) -> float:
         """Seconds since the last message of a peer, which arrived at `heard_at` (monotonic).
 
         The time since messages wait unread does not count, as one of this peer may be among them. Nor does the time of an
         absence, and the same time after it, up to `MAX_EXCUSED` seconds.
         """
         self.now()
-        return max(0.0, backlog.read_up_to(self._seen) - max(heard_at, self._excused))
+        return max(0.0, unread.read_up_to(self._seen) - max(heard_at, self._excused))
+
+    def unread_seconds(self, unread: Unread) -> float:
+        """For how long messages may have waited unread, at most. What `silence` excuses does not count."""
+        self.now()
+        return max(0.0, self._seen - max(unread.read_up_to(self._seen), self._excused))
 
     def read(self) -> float:
         """The time, from any thread."""

@@ -23,6 +23,12 @@ SILENT_HEARTBEATS = 3.0  # a host without messages for so many heartbeats may ha
 USUAL_COMMITS = 5.0  # times the generation's usual time between commits: a shorter time is not a stall
 
 
+async def read_turn() -> None:
+    """Let the server notice messages that came during a long turn of the loop, and read some: a check may be due first."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
 class StallDetector:
     """Measures the time since the running world's last commit."""
 
@@ -99,6 +105,7 @@ class Liveness:
         self._absent = self._clock.absent
         while True:
             await asyncio.sleep(self._interval)
+            await read_turn()
             now, cluster = self._clock.now(), self._cluster()
             self._record_absence()
             self._record_backlog()
@@ -128,10 +135,10 @@ class Liveness:
 
     def _record_backlog(self) -> None:
         seconds = self._agents.unread_seconds()
-        was_late, self._is_late = self._is_late, seconds > self._max_silence
+        was_late, self._is_late = self._is_late, seconds > (0.0 if self._is_late else self._max_silence)
         if self._is_late and not was_late:
-            why = "its machine may be overloaded; hosts train on"
-            self._record(cmd.Record("driver-late", f"messages wait unread for {seconds:.0f} s by now: {why}"))
+            why = "the driver's machine may be overloaded; hosts train on"
+            self._record(cmd.Record("driver-late", f"messages have waited unread for {seconds:.0f} s: {why}"))
 
     def _check_hosts(self, cluster: ClusterState, now: float) -> None:
         for host in cluster.disconnected:

@@ -25,6 +25,7 @@ from nbelastic.driver.dependencies import MessageServer, StartTask
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.job_run import JobRun
+from nbelastic.driver.liveness import read_turn
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.script_status import with_script, workers_of
 from nbelastic.driver.snapshot_writer import SnapshotWriter
@@ -287,6 +288,7 @@ class Scripts:
         """Declare silent external nodes lost, and report which nodes live after a failure, until cancelled."""
         while True:
             await asyncio.sleep(self._settings.heartbeat)
+            await read_turn()
             for host, peer in list(self._external_nodes.items()):
                 silence = self._silence_of(peer)
                 if silence > self._settings.silence:
@@ -307,7 +309,7 @@ class Scripts:
     def _silence_of(self, peer: str) -> float:
         """Seconds since the last message of a node; 0 if it has not connected yet."""
         heard_at = self._server.heard_at.get(peer)
-        return self._clock.silence(heard_at, self._server.backlog) if heard_at is not None else 0.0
+        return self._clock.silence(heard_at, self._server.backlog.messages) if heard_at is not None else 0.0
 
     # ---- status ----
 

@@ -60,14 +60,14 @@ class Workers:
         """Seconds since the last message of this worker; 0 if it has not connected yet and is not expected."""
         peer = f"worker/{w}"
         heard_at = self._server.heard_at.get(peer, self._expected_since.get(peer))
-        return self._clock.silence(heard_at, self._server.backlog) if heard_at is not None else 0.0
+        return self._clock.silence(heard_at, self._server.backlog.messages) if heard_at is not None else 0.0
 
     def are_heard(self, seconds: float) -> bool:
         """Whether the last message of each peer is at most so old. If so, no worker needs to be looked at."""
         heard_at = self._server.heard_at
         missing = (at for peer, at in self._expected_since.items() if peer not in heard_at)
         oldest = min((*heard_at.values(), *missing), default=math.inf)
-        return self._clock.silence(oldest, self._server.backlog) <= seconds
+        return self._clock.silence(oldest, self._server.backlog.messages) <= seconds
 
     def forget(self, workers: Iterable[WorkerId]) -> None:
         """Forget all that is known of lost workers."""

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 from nbelastic.driver.clients import Clients
 from nbelastic.driver.clock import Clock
-from nbelastic.transport.backlog import Backlog
+from nbelastic.transport.backlog import Unread
 from tests.driver.fakes import settings_for
 
-NOTHING = Backlog(1)  # no message waits unread
+NOTHING = Unread(1)  # no message waits unread
 
 
 class Machine:

@@ -1,0 +1,141 @@
+"""What the driver says of hosts and workers whose messages may wait unread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+from nbelastic.driver.agents import Agents
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.liveness import MAX_CHECK_DELAY, Liveness
+from nbelastic.driver.workers import Workers
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.json_encoding import encode
+from nbelastic.transport.backlog import Backlog
+from tests.support.waiting import until_async as until
+from tests.transport.link_ends import MESSAGE, PEER, WORKER, raw_socket, running_driver
+
+HEARTBEAT = 0.5
+
+
+class Checks:
+    """The checks of a driver with one host, on this machine; `lost` and `records` say what they have found."""
+
+    def __init__(self, server, clock, silence, workers=None):
+        self.lost, self.records, self.posted = [], [], []
+        part = SimpleNamespace(_server=server, _clock=clock, peer_of=lambda _: PEER)
+        agents = SimpleNamespace(
+            unread_seconds=lambda: Agents.unread_seconds(part),
+            silence_of=lambda host: Agents.silence_of(part, host),
+            has_local_agent=lambda _: True,
+            has_reconnected=lambda _: False,
+            lose=lambda host, *_: self.lost.append(host),
+        )
+        self.cluster = SimpleNamespace(
+            hosts={"a": SimpleNamespace(phase=None)},
+            disconnected={},
+            phase="waiting",
+            members=[],
+            generation=1,
+            stands_still=False,
+            workers={},
+        )
+        self.liveness = Liveness(
+            SimpleNamespace(silence=silence, heartbeat=HEARTBEAT, lease=900.0),
+            agents,
+            workers or SimpleNamespace(are_heard=lambda _: True),
+            telemetry=SimpleNamespace(is_idle=lambda *_: False, blocked_text=lambda _: ""),
+            clock=clock,
+            cluster=lambda: self.cluster,
+            post=self.posted.append,
+            record=lambda record: self.records.append(record.kind),
+        )
+
+
+def test_a_driver_that_was_stopped_was_away_and_not_late():
+    """Its hosts have sent more than one batch meanwhile. These messages did not wait because they came too fast."""
+
+    async def story():
+        async with running_driver() as driver:
+            checks = Checks(driver.server, Clock(HEARTBEAT + MAX_CHECK_DELAY), silence=2.0)
+            with raw_socket(driver) as socket:
+                socket.send(encode(MESSAGE))
+                await until(lambda: driver.received)
+                task = asyncio.create_task(checks.liveness.watch())
+                await asyncio.sleep(0.1)
+                for _ in range(2000):
+                    socket.send(b"")
+                time.sleep(3.5)  # noqa: ASYNC251  (as if the process were stopped)
+                await asyncio.sleep(1.0)
+                task.cancel()
+            assert checks.records == ["driver-away"]
+
+    asyncio.run(story())
+
+
+def test_a_host_that_sends_is_not_lost_after_a_long_turn_of_the_loop():
+    """Many decisions are made in one turn, in which a check is due too. The host's messages wait in the socket meanwhile."""
+
+    async def story():
+        async with running_driver() as driver:
+            clock = Clock(HEARTBEAT + MAX_CHECK_DELAY)
+            checks = Checks(driver.server, clock, silence=1.0)
+
+            with raw_socket(driver) as socket:
+
+                def decide() -> None:  # as `Decisions.run` with a full inbox: no other task runs
+                    for _ in range(20):
+                        socket.send(b"")
+                        time.sleep(0.1)
+                        clock.now()
+
+                socket.send(encode(MESSAGE))
+                await until(lambda: driver.received)
+                loop = asyncio.get_running_loop()
+                task = asyncio.create_task(checks.liveness.watch())
+                await asyncio.sleep(0)
+                at = loop.time() + HEARTBEAT
+                loop.call_at(at - 0.02, time.sleep, 0.06)  # so that these two are due in one turn: the check first
+                loop.call_at(at + 0.02, decide)
+                await asyncio.sleep(3.0)
+                task.cancel()
+            assert not checks.lost
+
+    asyncio.run(story())
+
+
+def test_no_worker_responds_without_a_message():
+    """A worker was unresponsive before messages began to wait. None of it has come since."""
+    now = [100.0]
+    clock = Clock(3.0, lambda: now[0], lambda: now[0])
+    server = SimpleNamespace(heard_at={PEER: 100.0, f"worker/{WORKER}": 100.0}, backlog=Backlog(1000))
+    checks = Checks(server, clock, 10.0, workers=Workers(server, None, clock, None, None))
+    checks.liveness._agents.silence_of = lambda _: 0.0
+    checks.cluster.workers = {WORKER: None}
+    for at in range(101, 110):
+        now[0] = float(at)
+        clock.now()
+    server.backlog.end(109.5)
+    now[0] = 110.2
+    checks.liveness._check_workers(checks.cluster)
+    server.backlog.begin()
+    now[0] = 111.2
+    checks.liveness._check_workers(checks.cluster)
+    assert [type(event) for event in checks.posted] in ([ev.WorkerSilent], [ev.WorkerSilent, ev.WorkerSilent])
+
+
+def test_it_is_said_once_that_the_driver_is_late():
+    """One connection sends without end, and a whole queue of it is read each seven seconds."""
+    now = [100.0]
+    clock = Clock(3.0, lambda: now[0], lambda: now[0])
+    server = SimpleNamespace(heard_at={}, backlog=Backlog(7))
+    checks = Checks(server, clock, 10.0)
+    server.backlog.end(now[0])
+    server.backlog.begin()
+    for _ in range(600):
+        now[0] += 1.0
+        clock.now()
+        server.backlog.note_read(b"a", now[0])
+        checks.liveness._record_backlog()
+    assert checks.records == ["driver-late"]
