@@ -20,10 +20,10 @@ HEARTBEAT = 0.5
 
 
 class Checks:
-    """The checks of a driver with one host, on this machine; `lost` and `records` say what they have found."""
+    """The checks of a driver with one host, on this machine. `made`: how many; `lost` and `records` say what they have found."""
 
     def __init__(self, server, clock, silence, workers=None):
-        self.lost, self.records, self.posted = [], [], []
+        self.made, self.lost, self.records, self.posted = 0, [], [], []
         part = SimpleNamespace(_server=server, _clock=clock, peer_of=lambda _: PEER)
         agents = SimpleNamespace(
             unread_seconds=lambda: Agents.unread_seconds(part),
@@ -47,10 +47,14 @@ class Checks:
             workers or SimpleNamespace(are_heard=lambda _: True),
             telemetry=SimpleNamespace(is_idle=lambda *_: False, blocked_text=lambda _: ""),
             clock=clock,
-            cluster=lambda: self.cluster,
+            cluster=self._look,
             post=self.posted.append,
             record=lambda record: self.records.append(record.kind),
         )
+
+    def _look(self):
+        self.made += 1
+        return self.cluster
 
 
 def test_a_driver_that_was_stopped_was_away_and_not_late():
@@ -80,7 +84,7 @@ def test_a_host_that_sends_is_not_lost_after_a_long_turn_of_the_loop():
     async def story():
         async with running_driver() as driver:
             clock = Clock(HEARTBEAT + MAX_CHECK_DELAY)
-            checks = Checks(driver.server, clock, silence=1.0)
+            checks, decided = Checks(driver.server, clock, silence=1.0), asyncio.Event()
 
             with raw_socket(driver) as socket:
 
@@ -89,6 +93,7 @@ def test_a_host_that_sends_is_not_lost_after_a_long_turn_of_the_loop():
                         socket.send(b"")
                         time.sleep(0.1)
                         clock.now()
+                    decided.set()
 
                 socket.send(encode(MESSAGE))
                 await until(lambda: driver.received)
@@ -98,8 +103,11 @@ def test_a_host_that_sends_is_not_lost_after_a_long_turn_of_the_loop():
                 at = loop.time() + HEARTBEAT
                 loop.call_at(at - 0.02, time.sleep, 0.06)  # so that these two are due in one turn: the check first
                 loop.call_at(at + 0.02, decide)
-                await asyncio.sleep(3.0)
+                await decided.wait()
+                for _ in range(10):  # turns, in which the check is made
+                    await asyncio.sleep(0)
                 task.cancel()
+            assert checks.made == 1
             assert not checks.lost
 
     asyncio.run(story())
