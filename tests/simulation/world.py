@@ -36,7 +36,7 @@ from tests.simulation.worker import Worker
 AGENT_START = (0.3, 1.5)  # seconds
 LOSSES = ("world-broken", "worker-lost", "host-lost")
 SETTLE = 60.0  # seconds in which the driver finds out what earlier faults have done
-BOTH_WAYS = 4  # each such decision is compared with one that is made together with others
+BOTH_WAYS = 4  # of so many decisions one is compared with one that is made together with others
 CALM = 40.0  # seconds without faults, at the end
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a world as threads of the test: they exchange the rows of their batches without a process group."""
+"""Streams in tests: ranks as threads of the test, which exchange the rows of their batches without a process group."""
 
 from __future__ import annotations
 
@@ -50,3 +50,12 @@ class Ranks:
             part.copy_(self._rows[number])
         self.exchanges += rank == 0
         self._barrier.wait(DEADLINE)
+
+
+def read(stream, batch_size=4, **options):
+    """All samples of an epoch that is recorded to its end."""
+    samples = []
+    for batch in stream.loader(batch_size, **options):
+        samples += batch.tolist()
+        stream.record_batch()
+    return samples

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import nbelastic as nbe
 from nbelastic import ElasticStream, StateError, UsageError
-from tests.state.streams import Ranks
+from tests.state.streams import Ranks, read
 from tests.support.soak import examples
 
 WORLDS = st.lists(
@@ -32,15 +32,6 @@ def numbered(lengths):
     """Shards of these lengths, whose samples are the numbers from 0; and the function that opens one."""
     starts = list(itertools.accumulate(lengths, initial=0))
     return ElasticStream(range(len(lengths)), lambda shard: iter(range(starts[shard], starts[shard + 1])))
-
-
-def read(stream, batch_size=4, **options):
-    """All samples of an epoch that is recorded to its end."""
-    samples = []
-    for batch in stream.loader(batch_size, **options):
-        samples += batch.tolist()
-        stream.record_batch()
-    return samples
 
 
 def steps_of(monkeypatch, size, lengths, state, most, batch, **options):

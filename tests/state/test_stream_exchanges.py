@@ -4,8 +4,7 @@ import pytest
 
 from nbelastic import ElasticStream
 from nbelastic.state.stream import exchange
-from tests.state.streams import Ranks
-from tests.state.test_stream import read
+from tests.state.streams import Ranks, read
 
 
 @pytest.mark.parametrize(("ahead", "exchanges"), [(1, 21), (10, 3)])
