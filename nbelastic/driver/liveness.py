@@ -109,23 +109,23 @@ class Liveness:
             now, cluster = self._clock.now(), self._cluster()
             self._record_absence()
             self._record_backlog()
-            self._check_hosts(cluster, now)
+            silences = self._check_hosts(cluster, now)
             self._check_workers(cluster)
             if cluster.stands_still:
                 self.stall_detector.excuse(now)
-            elif cluster.phase == "running" and not self._is_a_host_silent(cluster):
+            elif cluster.phase == "running" and not self._is_a_host_silent(cluster, silences):
                 event = self.stall_detector.check(cluster.generation, max(1.0, self._max_silence / 2), now)
                 if event is not None:
                     self._post(event)
 
-    def _is_a_host_silent(self, cluster: ClusterState) -> bool:
+    def _is_a_host_silent(self, cluster: ClusterState, silences: Mapping[str, float]) -> bool:
         """If so, the driver cannot know whether its workers make commits. The host soon sends messages again, or is declared lost.
 
         Nor does the driver know it while it has not read what they send.
         """
         most = SILENT_HEARTBEATS * self._interval
         is_unknown = bool(cluster.disconnected) or self._agents.unread_seconds() > most
-        return is_unknown or any(self._agents.silence_of(host) > most for host in cluster.hosts)
+        return is_unknown or any(silence > most for silence in silences.values())
 
     def _record_absence(self) -> None:
         seconds, self._absent = self._clock.absent - self._absent, self._clock.absent
@@ -135,12 +135,14 @@ class Liveness:
 
     def _record_backlog(self) -> None:
         seconds = self._agents.unread_seconds()
-        was_late, self._is_late = self._is_late, seconds > (0.0 if self._is_late else self._max_silence)
+        # A busy driver may never see that nothing is unread: it is late no longer once it reads within a heartbeat.
+        was_late, self._is_late = self._is_late, seconds > (self._interval if self._is_late else self._max_silence)
         if self._is_late and not was_late:
             why = "the driver's machine may be overloaded; hosts train on"
             self._record(cmd.Record("driver-late", f"messages have waited unread for {seconds:.0f} s: {why}"))
 
-    def _check_hosts(self, cluster: ClusterState, now: float) -> None:
+    def _check_hosts(self, cluster: ClusterState, now: float) -> Mapping[str, float]:
+        """Find lost hosts. Returns the seconds since the last message of each."""
         for host in cluster.disconnected:
             if self._agents.has_reconnected(host):
                 self._post(HostReconnected(host))
@@ -154,6 +156,7 @@ class Liveness:
             commit = since_commit if host in training else None
             if is_host_lost(silence, commit, since_cut_off, most=self._max_silence, lease=self._lease):
                 self._agents.lose(host, f"no message from it for {silence:.0f} s", silence)
+        return silences
 
     def _check_own_network(self, silences: Mapping[str, float], now: float) -> None:
         """Note whether no host sends anything. Hosts of this machine need no network.

@@ -362,7 +362,8 @@ class Protocol:
         return actions
 
     def _send_progress(self, now: float, link: LinkState) -> list[Action]:
-        due = self.telemetry.due(now, self.generation, self.commits, often=self.is_rank_0)
+        size = self.formation.world_size if self.formation is not None else 1
+        due = self.telemetry.due(now, self.generation, self.commits, world_size=size, is_rank_0=self.is_rank_0)
         if due is None:
             return []
         if link.disconnected:

@@ -12,6 +12,14 @@ from nbelastic.protocol.worker_messages import Checkpoint, Copies
 
 REPORT_PERIOD = 0.25  # seconds between two reports of rank 0
 SLOW_REPORT_PERIOD = 1.0  # the same of the other ranks, of which a client sees only the commit
+MAX_REPORT_PERIOD = 5.0  # the same in the largest worlds
+MAX_REPORT_RATE = 4000.0  # reports per second that a driver gets of one world, up to `MAX_REPORT_PERIOD`
+
+
+def report_period(world_size: int, *, is_rank_0: bool) -> float:
+    """Seconds between two reports of a rank. In a world of more than 4,000 they are rarer: each one costs the driver time."""
+    rarely = min(MAX_REPORT_PERIOD, max(SLOW_REPORT_PERIOD, world_size / MAX_REPORT_RATE))
+    return REPORT_PERIOD if is_rank_0 else rarely
 
 
 class Due(Struct, frozen=True):
@@ -57,8 +65,8 @@ class Telemetry:
         source = self.copies  # the main thread may remove it at this moment
         return source(now) if source is not None else None
 
-    def due(self, now: float, generation: int, commits: int, *, often: bool) -> Due | None:
-        """What to send at `now` (seconds), if anything. `often`: for rank 0."""
+    def due(self, now: float, generation: int, commits: int, *, world_size: int, is_rank_0: bool) -> Due | None:
+        """What to send at `now` (seconds), if anything."""
         begun = self._first
         if begun is not None:  # do not clear a value that the main thread sets at this moment
             self._first = None
@@ -72,9 +80,9 @@ class Telemetry:
             return None
         for name in wrong:
             self._not_finite.pop(name, None)
-        period = REPORT_PERIOD if often else SLOW_REPORT_PERIOD
+        period = report_period(world_size, is_rank_0=is_rank_0)
         self._sent, self._sent_copies, self._next, self._diverged = (generation, commits), known, now + period, wrong
-        checkpoint = self.checkpoint(now) if often else None
+        checkpoint = self.checkpoint(now) if is_rank_0 else None
         return Due(
             {**values, **dict.fromkeys(wrong)},
             first,

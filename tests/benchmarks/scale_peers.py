@@ -21,8 +21,9 @@ from nbelastic.system import open_files, versions
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import Relay
+from nbelastic.worker.telemetry import report_period
+from tests.benchmarks.scale_driver import SLOTS
 
-RARELY = 1.0  # seconds between two reports of a rank that is not 0
 STORM = 0.02  # seconds within which all other workers raise
 CHECK = 0.05  # seconds after which a host looks again for heartbeats and bundles that are due
 
@@ -126,6 +127,7 @@ class Worker:
     def __init__(self, w: WorkerId, link: Callable[[str, Callable[[Any], None]], Peer]) -> None:
         self.id, self.job, self.generation, self.left, self.commit = w, "", 0, 0, 0
         self.speaks = False  # whether it is rank 0
+        self.world_size = 1
         self.link = link(f"worker/{w}", self._receive)
         self.link.send(worker_messages.WorkerProgress(w, 0, 0, {}))
         self.link.send(worker_messages.WorkerHello(w, 1))
@@ -148,6 +150,7 @@ class Worker:
             case worker_messages.Formation(generation=generation) if generation > max(self.left, self.generation):
                 self.generation = generation
                 self.speaks = message.hosts[0][0] == self.id.host and message.hosts[0][1][0] == self.id.slot
+                self.world_size = len(message.hosts) * SLOTS
                 self.link.send(ev.WorkerFormed(self.id, generation, {}))
             case worker_messages.Program(job=job):
                 self.job = job
@@ -266,7 +269,7 @@ class Players:
         if str(worker.id) in self._workers:
             worker.report()
             self._touch(worker.id)
-            every = self._every if worker.speaks else max(self._every, RARELY)
+            every = max(self._every, report_period(worker.world_size, is_rank_0=worker.speaks))
             self._after(every, lambda: self._report(worker))
 
     def _kill(self, worker: Worker) -> None:

@@ -147,3 +147,19 @@ def test_it_is_said_once_that_the_driver_is_late():
         server.backlog.note_read(b"a", now[0])
         checks.liveness._record_backlog()
     assert checks.records == ["driver-late"]
+
+
+def test_a_busy_driver_that_is_late_again_says_it_again():
+    """Meanwhile it reads each queue within a heartbeat, but never sees that no message waits."""
+    now = [100.0]
+    clock = Clock(3.0, lambda: now[0], lambda: now[0])
+    server = SimpleNamespace(heard_at={}, backlog=Backlog(7))
+    checks = Checks(server, clock, 10.0)
+    server.backlog.end(now[0])
+    server.backlog.begin()
+    for each in [2.0] * 20 + [HEARTBEAT / 50] * 100 + [2.0] * 20:  # seconds that a message takes
+        now[0] += each
+        clock.now()
+        server.backlog.note_read(b"a", now[0])
+        checks.liveness._record_backlog()
+    assert checks.records == ["driver-late", "driver-late"]

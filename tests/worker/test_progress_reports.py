@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+from msgspec.structs import replace
+
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.sockets import MAX_MESSAGE
@@ -59,6 +62,22 @@ def test_rank_0_reports_more_often(worker):
     assert len(progress(worker, 2.1)) == 1
     commit(worker)
     assert len(progress(worker, 2.4)) == 1
+
+
+@pytest.mark.parametrize(("size", "period"), [(512, 1.0), (4000, 1.0), (10_000, 2.5), (1_000_000, 5.0)])
+def test_ranks_of_a_large_world_report_less_often(worker, size, period):
+    """Of a world of up to 20,000 ranks the driver gets about 4,000 reports per second. No rank waits longer than 5 s."""
+    worker.formation = replace(worker.formation, world_size=size)
+    commit(worker)
+    assert len(progress(worker, 1.0)) == 1
+    commit(worker)
+    assert not progress(worker, 1.0 + period - 0.01)
+    assert len(progress(worker, 1.0 + period)) == 1
+    worker.rank = 0
+    commit(worker)
+    assert len(progress(worker, 1.0 + 2 * period)) == 1
+    commit(worker)
+    assert len(progress(worker, 1.0 + 2 * period + 0.25)) == 1
 
 
 def test_a_loss_that_is_nan_in_one_step_is_sent_at_once(worker):
