@@ -151,7 +151,7 @@ class Driver:
             if previous is not None and reports is not None:
                 self.jobs.load(previous.job)
                 self._components.adopt(previous)
-                await reports.wait(self._components.agents.has_agent)
+                await reports.wait(self._components.agents.has_agent, self._clock.now)
                 self._take_over(previous, reports)
             else:
                 self._decisions.begin()

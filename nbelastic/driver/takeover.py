@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -102,10 +101,10 @@ class TakeoverReports:
         self._check_complete()
         return self._complete.is_set()
 
-    async def wait(self, has_agent: Callable[[str], bool]) -> None:
-        """Wait for all reports, or until the time is up."""
-        begun = time.monotonic()
-        while not self.is_complete(has_agent) and time.monotonic() < begun + self.timeout:
+    async def wait(self, has_agent: Callable[[str], bool], now: Callable[[], float]) -> None:
+        """Wait for all reports, or until the time is up. `now()`: the driver's time, which stands still while it does not run."""
+        begun = now()
+        while not self.is_complete(has_agent) and now() < begun + self.timeout:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), CHECK_INTERVAL)
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import time
 from types import SimpleNamespace
 
 from nbelastic.core.state import HostPhase
 from nbelastic.driver import takeover
+from nbelastic.driver.clock import Clock
 from nbelastic.driver.driver_snapshot import SavedAgent, SavedJob
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.protocol import agent_messages, worker_messages
@@ -35,7 +37,7 @@ def complete(reports, has_agent=lambda host: True):
 
 
 async def _ends_at_once(reports, has_agent):
-    task = asyncio.create_task(reports.wait(has_agent))
+    task = asyncio.create_task(reports.wait(has_agent, time.monotonic))
     for _ in range(3):
         await asyncio.sleep(0)
     ended = task.done()
@@ -87,6 +89,26 @@ def test_the_driver_waits_longer_for_a_host_whose_connection_was_broken(monkeypa
         saved = SimpleNamespace(agents={"a": agent}, cluster=SimpleNamespace(hosts=hosts), job=None)
         waits[disconnected] = not complete(TakeoverReports(saved, 0.0))
     assert waits == {False: False, True: True}
+
+
+def test_a_driver_that_does_not_run_for_an_hour_waits_on(monkeypatch):
+    """Its process was stopped while it waited. Its agents and workers have reported meanwhile, but it has not read that."""
+    monkeypatch.setattr(takeover, "CHECK_INTERVAL", 0.0)
+    machine = [100.0]
+    clock = Clock(3.0, lambda: machine[0], lambda: machine[0])
+    reports = reports_of_two_hosts(patience=30.0)
+
+    async def story():
+        task, ended = asyncio.create_task(reports.wait(lambda _: True, clock.now)), []
+        await asyncio.sleep(0)
+        for seconds in (3600.0, *[1.0] * 29, 2.0):
+            machine[0] += seconds
+            for _ in range(20):  # turns: the driver looks several times
+                await asyncio.sleep(0)
+            ended.append(task.done())
+        return ended
+
+    assert asyncio.run(asyncio.wait_for(story(), 30.0)) == [False] * 30 + [True]
 
 
 def test_the_driver_does_not_wait_for_a_frozen_worker():
