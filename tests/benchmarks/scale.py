@@ -90,7 +90,8 @@ class Scale:
         end = time.monotonic() + PATIENCE
         while not true(found := self.look()):
             if time.monotonic() > end:
-                raise TimeoutError(f"{what}: {found} after {PATIENCE:g} s")
+                self._driver.send("events")
+                raise TimeoutError("\n".join([f"{what}: {found} after {PATIENCE:g} s", *self._driver.recv()]))
             time.sleep(max(0.02, self.size / 100_000))  # looking takes time of the driver
         return time.monotonic(), found.cpu
 

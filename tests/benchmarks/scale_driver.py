@@ -103,6 +103,9 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
                     cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
                     parent.send((cluster.phase, ready, len(cluster.members), cluster.generation, *cpu, list(taken)))
                     taken.clear()
+                case "events":
+                    newest = list(driver.event_log.records)[-30:]
+                    parent.send([f"{each.time:.2f} {each.kind}: {each.text}" for each in newest])
                 case "members":
                     parent.send(list(map(str, driver.cluster.members)))
 
