@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,7 +69,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
     def send(*order: Any) -> None:
         players[hash_of(order[1]) % len(players)].send(order)
 
-    taken: list[tuple[float, float]] = []
+    taken: deque[tuple[float, float]] = deque()
 
     def timed(
         cluster: ClusterState, event: ev.Event, now: float, *, more: bool
@@ -101,8 +102,8 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
                     cluster = driver.cluster
                     ready = ready_workers(cluster) if cluster.job is None else 0  # counting takes the driver's time
                     cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
-                    parent.send((cluster.phase, ready, len(cluster.members), cluster.generation, *cpu, list(taken)))
-                    taken.clear()
+                    newest = [taken.popleft() for _ in range(len(taken))]  # the driver's thread may add one meanwhile
+                    parent.send((cluster.phase, ready, len(cluster.members), cluster.generation, *cpu, newest))
                 case "events":
                     newest = list(driver.event_log.records)[-30:]
                     parent.send([f"{each.time:.2f} {each.kind}: {each.text}" for each in newest])
