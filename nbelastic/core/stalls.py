@@ -18,6 +18,7 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Reason, and_also
 from nbelastic.core.state import ClusterState, Stage, Stall, rank_text
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import program_events as pev
 from nbelastic.protocol.ids import WorkerId
 
 RUNNING_STAGES = frozenset((Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING, Stage.HALTED))
@@ -33,7 +34,7 @@ def handle(
         return cluster
     match event:
         case ev.StallDetected():
-            return _query_members(cluster, event, now, out)
+            return cluster if breakpoints.hold(cluster) else _query_members(cluster, event, now, out)
         case ev.StallResolved():
             return clear(cluster)
         case ev.PositionReported(worker=w):
@@ -45,6 +46,12 @@ def handle(
             return cluster if stall.unanswered else _judge(cluster, stall, now, out)
         case _:
             assert_never(event)
+
+
+def breakpoint_reached(cluster: ClusterState, event: pev.BreakpointReached, out: Commands) -> ClusterState:
+    """A program waits in the debugger: while a member does, no other can be blamed for being late."""
+    cluster = breakpoints.reached(cluster, event, out)
+    return clear(cluster) if event.worker in cluster.member_set else cluster
 
 
 def explain(cluster: ClusterState) -> ClusterState:
@@ -66,7 +73,7 @@ def clear(cluster: ClusterState) -> ClusterState:
 def _at_work(cluster: ClusterState) -> bool:
     job = cluster.active
     runs = job is not None and not job.succeeded and cluster.stage in RUNNING_STAGES
-    return runs and not cluster.stands_still and not breakpoints.hold(cluster)
+    return runs and not cluster.stands_still
 
 
 def _set_reasons(cluster: ClusterState, reasons: dict[WorkerId, str]) -> ClusterState:

@@ -197,7 +197,7 @@ def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out
         case ev.CommitCellEnded():
             return halts.cell_ended(cluster, event, now, out)
         case pev.BreakpointReached():
-            return breakpoints.reached(cluster, event, out)
+            return stalls.breakpoint_reached(cluster, event, out)
         case pev.BreakpointLeft(worker=w):
             return breakpoints.left(cluster, w)
         case pev.ReplicaDiffered():

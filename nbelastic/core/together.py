@@ -38,7 +38,7 @@ def only_waits(before: ClusterState, cluster: ClusterState, now: float) -> bool:
         and not cluster.deferred_events
         and not (cluster.wait is not None and cluster.wait.irreplaceable)
         and (cluster.kept_state is None and cluster.trial is None)
-        and (cluster.script is None and cluster.stall is None)
+        and cluster.script is None
     )
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from nbelastic.core.step import step
 from nbelastic.protocol import events as ev
 from tests.benchmarks.core import day
+from tests.core.story import Story
 from tests.core.test_script_job import Scripted
 
 T = TypeVar("T")
@@ -57,5 +58,33 @@ def test_while_a_script_runs_time_passes_at_one_cost():
             return calls() - before
 
         return counting_calls(tick)
+
+    assert cost(40) == cost(5)
+
+
+def test_in_a_stall_an_answer_costs_the_same_in_a_large_world():
+    """All members say where they are, and other events go on. Each is decided on with as many function calls with 40 as with 5."""
+
+    def cost(workers: int) -> list[int]:
+        story = Story(*[f"host{number:02}:1" for number in range(workers)], min=1).run().commit(3).answer()
+        generation = story.cluster.generation
+        story.send(ev.StallDetected(generation, 3.0))
+        assert story.cluster.stall is not None
+        first = story.cluster.members[0]
+        events = (
+            ev.Ticked(),
+            ev.PositionReported(first, generation, 3, 4, True, ""),
+            ev.StoreOffered(first, generation, ""),
+        )
+
+        def decide(calls: Callable[[], int]) -> list[int]:
+            found = []
+            for event in events:
+                before = calls()
+                step(story.cluster, event, story.now + 1e-4)
+                found.append(calls() - before)
+            return found
+
+        return counting_calls(decide)
 
     assert cost(40) == cost(5)
