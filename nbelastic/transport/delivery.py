@@ -2,8 +2,8 @@
 
 A connection that breaks loses messages in both directions, and neither end notices. So messages are numbered and kept until
 the other end acknowledges them. At most `WINDOW` are in flight. Messages that are not acknowledged in time are
-retransmitted: the first `RETRANSMIT_BATCH` only, with pauses that grow while the other end is silent. This module does no
-input or output: `transport.server` and `transport.client` send what `due` returns.
+retransmitted: the first `RETRANSMIT_BATCH` only, with pauses that grow until it acknowledges one. This module does no input
+or output: `transport.server` and `transport.client` send what `due` returns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ MAX_UNACKNOWLEDGED = 1000  # unacknowledged messages; beyond that the oldest are
 WINDOW = 64  # unacknowledged messages in flight
 RETRANSMIT_BATCH = 8  # messages retransmitted at a time
 MAX_DOUBLINGS = 3  # at most so many times the pause before a retransmission doubles
+MAX_UNREAD = 10.0  # seconds by which unread messages delay a retransmission at most
 
 
 def number_of(head: bytes) -> int:
@@ -41,6 +42,7 @@ class Delivery:
         self._retransmit_up_to = 0  # the last number of the present retransmission; 0: none
         self._progress_at = 0.0  # time of the last acknowledgement or retransmission
         self._doublings = 0  # how often the pause has doubled so far
+        self._came_back = False  # whether the other end came back since it last acknowledged a message
         self._peer_session = 0
         self._received_up_to = 0
         self._received_at = 0.0
@@ -86,8 +88,11 @@ class Delivery:
             if self._retransmit_up_to <= self._acknowledged_up_to:  # the whole retransmission is discarded
                 self._retransmit_up_to = 0
 
-    def due(self, now: float) -> list[tuple[bytes, bytes]]:
-        """Heads and messages to send now: new ones, and the first of those that were not acknowledged in time."""
+    def due(self, now: float, unread: float = 0.0) -> list[tuple[bytes, bytes]]:
+        """Heads and messages to send now: new ones, and the first of those that were not acknowledged in time.
+
+        `unread`: since so many seconds, received messages may wait to be read. An acknowledgement may be among them.
+        """
         if not self._unacknowledged:
             return []
         start = self._acknowledged_up_to
@@ -95,7 +100,8 @@ class Delivery:
             self._progress_at, self._sent_up_to = now, self._last_number
             self._highest_sent = max(self._highest_sent, self._last_number)
             return [(self.head(self._last_number), self._unacknowledged[0])]
-        if self._sent_up_to > start and now - self._progress_at >= self._patience * 2**self._doublings:
+        waited = now - min(unread, MAX_UNREAD) - self._progress_at
+        if self._sent_up_to > start and waited >= self._patience * 2**self._doublings:
             self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)
             self._sent_up_to, self._retransmit_up_to = start, start + RETRANSMIT_BATCH
         if self._sent_up_to == start:
@@ -111,10 +117,14 @@ class Delivery:
         ]
 
     def hear(self, now: float) -> None:
-        """The other end has sent something."""
-        if now - self._received_at > self._patience:
-            self._doublings = 0  # it is back
-        self._received_at = now
+        """The other end has sent something. After a silence it is back: messages were lost, and the pause is short again.
+
+        One that comes back again without an acknowledgement is not back, but late: it will yet read what it was sent.
+        """
+        silence, self._received_at = now - self._received_at, now
+        longest = self._patience * 2**MAX_DOUBLINGS
+        if self._doublings and (silence > longest or (silence > self._patience and not self._came_back)):
+            self._doublings, self._came_back = 0, True
 
     def receive(self, head: bytes, now: float) -> bool:
         """Read a head. Return whether its message is the next in order.
@@ -141,7 +151,7 @@ class Delivery:
     def _acknowledge(self, acknowledged: int, now: float) -> None:
         for _ in range(acknowledged - self._acknowledged_up_to):
             self._unacknowledged.popleft()
-        self._progress_at, self._doublings = now, 0
+        self._progress_at, self._doublings, self._came_back = now, 0, False
         if acknowledged > self._sent_up_to:  # more than was retransmitted: the first copies were late, not lost
             self._sent_up_to = max(self._highest_sent, acknowledged)
         if acknowledged >= min(self._retransmit_up_to, self._sent_up_to):  # the retransmission has arrived
@@ -157,3 +167,4 @@ class Delivery:
         self._unacknowledged.clear()
         self._sent_up_to = self._highest_sent = self._last_number
         self._retransmit_up_to = self._doublings = 0
+        self._came_back = False

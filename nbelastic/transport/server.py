@@ -177,7 +177,7 @@ class Server:
         self._send_due(peer, delivery, now)
 
     def _send_due(self, peer: str, delivery: Delivery, now: float) -> None:
-        for head, frame in delivery.due(now):
+        for head, frame in delivery.due(now, now - self.backlog.messages.read_up_to(now)):
             self._send_or_bundle(peer, head, frame)
 
     def _delivery_of(self, peer: str) -> Delivery:

@@ -7,7 +7,14 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.transport.delivery import MAX_DOUBLINGS, MAX_UNACKNOWLEDGED, RETRANSMIT_BATCH, WINDOW, Delivery
+from nbelastic.transport.delivery import (
+    MAX_DOUBLINGS,
+    MAX_UNACKNOWLEDGED,
+    MAX_UNREAD,
+    RETRANSMIT_BATCH,
+    WINDOW,
+    Delivery,
+)
 
 RETRANSMIT_AFTER = 1.0
 
@@ -192,6 +199,53 @@ def test_the_first_sign_of_life_brings_retransmissions():
     assert ends.received == [[], []]
     ends.carry(0)
     assert ends.received[1] == ends.enqueued[0]
+
+
+def times_sent(silence, seconds):
+    """How often it sends a message that is not acknowledged, while it receives a heartbeat once per `silence` seconds."""
+    end, sent, now, heard_at = Delivery(RETRANSMIT_AFTER, 1), 0, 0.0, 0.0
+    end.enqueue(b"message")
+    while now < seconds:
+        sent += len(end.due(now))
+        now += 0.1
+        if now - heard_at >= silence:
+            heard_at = now
+            end.hear(now)
+    return sent
+
+
+def test_a_late_end_is_not_flooded():
+    """An end that sends heartbeats and acknowledges nothing is late: the pauses grow as for a silent one."""
+    silent = times_sent(silence=1000.0, seconds=100.0)
+    assert 10 <= silent <= 1 + MAX_DOUBLINGS + 100 / (RETRANSMIT_AFTER * 2**MAX_DOUBLINGS)
+    for silence in (0.5, 1.1, 2.5, 6.0):
+        assert times_sent(silence, 100.0) <= silent + 2
+
+
+def test_an_end_that_was_away_for_long_is_back_again():
+    """After each long silence the first word brings the messages that were lost, although none was acknowledged before."""
+    end, now = Delivery(RETRANSMIT_AFTER, 1), 0.0
+    end.enqueue(b"message")
+    for _ in range(5):
+        for _ in range(int(RETRANSMIT_AFTER * 2**MAX_DOUBLINGS) + 2):
+            now += 1.0
+            end.due(now)
+        end.hear(now)
+        assert len(end.due(now + RETRANSMIT_AFTER)) == 1
+
+
+def test_nothing_is_retransmitted_while_its_acknowledgement_may_be_unread():
+    """Unread messages may contain it. The message is retransmitted in the end, also if the reading never catches up."""
+    end = Delivery(RETRANSMIT_AFTER, 1)
+    end.enqueue(b"message")
+    assert len(end.due(100.0)) == 1
+    assert end.due(104.0, unread=3.5) == []
+    assert len(end.due(104.0, unread=3.0)) == 1
+    end = Delivery(RETRANSMIT_AFTER, 1)
+    end.enqueue(b"message")
+    assert len(end.due(100.0)) == 1
+    assert end.due(100.0 + MAX_UNREAD, unread=MAX_UNREAD) == []
+    assert len(end.due(101.0 + MAX_UNREAD, unread=1000.0)) == 1
 
 
 def test_telemetry_acknowledges_and_is_not_acknowledged():
