@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Generator, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def _name(item: pytest.Item) -> str:
     """The test's name in the file; empty: it is in another folder, or has another story in each run."""
     differs = is_hypothesis_test(getattr(item, "obj", None)) or item.get_closest_marker("soak") is not None
-    path = item.path.resolve()
-    if differs or not path.is_relative_to(FILE.parent):
-        return ""
-    return f"{path.relative_to(FILE.parent).as_posix()}::{item.nodeid.partition('::')[2]}"
+    file = _file(item.path)
+    return "" if differs or not file else f"{file}::{item.nodeid.partition('::')[2]}"
+
+
+@cache
+def _file(path: Path) -> str:
+    """Its name in the folder of the core's tests; empty: it is in another folder."""
+    path = path.resolve()
+    return path.relative_to(FILE.parent).as_posix() if path.is_relative_to(FILE.parent) else ""
 
 
 def _take_over() -> None:
