@@ -16,17 +16,12 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import HostReconnected
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
+from nbelastic.transport.backlog import read_turn
 
 MAX_CHECK_DELAY = 2.0  # seconds that a check may be late; after a longer delay, the driver itself did not run
 STALL_INTERVAL = 1.0  # seconds between events about the same stall
 SILENT_HEARTBEATS = 3.0  # a host without messages for so many heartbeats may have workers that make commits
 USUAL_COMMITS = 5.0  # times the generation's usual time between commits: a shorter time is not a stall
-
-
-async def read_turn() -> None:
-    """Let the server notice messages that came during a long turn of the loop, and read some: a check may be due first."""
-    for _ in range(2):
-        await asyncio.sleep(0)
 
 
 class StallDetector:

@@ -25,7 +25,6 @@ from nbelastic.driver.dependencies import MessageServer, StartTask
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.job_run import JobRun
-from nbelastic.driver.liveness import read_turn
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.script_status import with_script, workers_of
 from nbelastic.driver.snapshot_writer import SnapshotWriter
@@ -39,6 +38,7 @@ from nbelastic.protocol.status import Status
 from nbelastic.system import versions
 from nbelastic.system.process_identity import identity
 from nbelastic.system.processes import pid_namespace
+from nbelastic.transport.backlog import read_turn
 from nbelastic.transport.keys import Keys
 
 

@@ -16,7 +16,7 @@ MAX_UNACKNOWLEDGED = 1000  # unacknowledged messages; beyond that the oldest are
 WINDOW = 64  # unacknowledged messages in flight
 RETRANSMIT_BATCH = 8  # messages retransmitted at a time
 MAX_DOUBLINGS = 3  # at most so many times the pause before a retransmission doubles
-MAX_UNREAD = 10.0  # seconds by which unread messages delay a retransmission at most
+MAX_RETURNS = 3  # so often an end that acknowledges nothing may come back with short pauses
 
 
 def number_of(head: bytes) -> int:
@@ -42,7 +42,7 @@ class Delivery:
         self._retransmit_up_to = 0  # the last number of the present retransmission; 0: none
         self._progress_at = 0.0  # time of the last acknowledgement or retransmission
         self._doublings = 0  # how often the pause has doubled so far
-        self._came_back = False  # whether the other end came back since it last acknowledged a message
+        self._returns = 0  # how often the other end came back since it last acknowledged a message
         self._peer_session = 0
         self._received_up_to = 0
         self._received_at = 0.0
@@ -91,7 +91,8 @@ class Delivery:
     def due(self, now: float, unread: float = 0.0) -> list[tuple[bytes, bytes]]:
         """Heads and messages to send now: new ones, and the first of those that were not acknowledged in time.
 
-        `unread`: since so many seconds, received messages may wait to be read. An acknowledgement may be among them.
+        `unread`: seconds for which received messages may wait to be read: an acknowledgement may be among them. Infinity:
+        nothing is sent again.
         """
         if not self._unacknowledged:
             return []
@@ -100,8 +101,7 @@ class Delivery:
             self._progress_at, self._sent_up_to = now, self._last_number
             self._highest_sent = max(self._highest_sent, self._last_number)
             return [(self.head(self._last_number), self._unacknowledged[0])]
-        waited = now - min(unread, MAX_UNREAD) - self._progress_at
-        if self._sent_up_to > start and waited >= self._patience * 2**self._doublings:
+        if self._sent_up_to > start and now - unread - self._progress_at >= self._patience * 2**self._doublings:
             self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)
             self._sent_up_to, self._retransmit_up_to = start, start + RETRANSMIT_BATCH
         if self._sent_up_to == start:
@@ -119,12 +119,13 @@ class Delivery:
     def hear(self, now: float) -> None:
         """The other end has sent something. After a silence it is back: messages were lost, and the pause is short again.
 
-        One that comes back again without an acknowledgement is not back, but late: it will yet read what it was sent.
+        An end that comes back again and again without an acknowledgement is late: it has yet to read what it was sent.
         """
         silence, self._received_at = now - self._received_at, now
-        longest = self._patience * 2**MAX_DOUBLINGS
-        if self._doublings and (silence > longest or (silence > self._patience and not self._came_back)):
-            self._doublings, self._came_back = 0, True
+        if self._doublings and silence > self._patience:
+            if self._returns < MAX_RETURNS or silence > self._patience * 2**MAX_DOUBLINGS:
+                self._doublings = 0
+            self._returns += 1
 
     def receive(self, head: bytes, now: float) -> bool:
         """Read a head. Return whether its message is the next in order.
@@ -151,7 +152,7 @@ class Delivery:
     def _acknowledge(self, acknowledged: int, now: float) -> None:
         for _ in range(acknowledged - self._acknowledged_up_to):
             self._unacknowledged.popleft()
-        self._progress_at, self._doublings, self._came_back = now, 0, False
+        self._progress_at, self._doublings, self._returns = now, 0, 0
         if acknowledged > self._sent_up_to:  # more than was retransmitted: the first copies were late, not lost
             self._sent_up_to = max(self._highest_sent, acknowledged)
         if acknowledged >= min(self._retransmit_up_to, self._sent_up_to):  # the retransmission has arrived
@@ -166,5 +167,4 @@ class Delivery:
         """Discard all unacknowledged messages."""
         self._unacknowledged.clear()
         self._sent_up_to = self._highest_sent = self._last_number
-        self._retransmit_up_to = self._doublings = 0
-        self._came_back = False
+        self._retransmit_up_to = self._doublings = self._returns = 0

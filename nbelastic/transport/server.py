@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
+import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -36,7 +36,7 @@ from nbelastic.protocol.messages import HEAD
 from nbelastic.system import ports
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.fault_handling import guarded, report_to_log, supervise
-from nbelastic.transport.backlog import Backlog
+from nbelastic.transport.backlog import Backlog, read_turn
 from nbelastic.transport.delivery import Delivery, number_of
 from nbelastic.transport.keys import Keys, OneClientKey
 from nbelastic.transport.relay import KIND, bundles, is_bundle, opened
@@ -46,9 +46,11 @@ from nbelastic.transport.sockets import (
     HEARTBEAT,
     MAX_MESSAGE,
     MAX_TO_DRIVER,
+    MAX_UNREAD,
     RETRANSMIT,
     SOCKET_OPTIONS,
     TURN,
+    bind,
 )
 
 log = logging.getLogger(__name__)
@@ -117,7 +119,7 @@ class Server:
         self._socket.curve_publickey = self._keys.server_public.encode()
         try:
             chosen = [one for one in ports.random_ports(TRIES, PORTS) if ports.is_free(interface, one)]
-            self._bind(bracketed(interface), [port] if port else chosen or ["*"])
+            self.address = bind(self._socket, bracketed(interface), [port] if port else chosen or ["*"])
         except zmq.ZMQError as error:
             await self.stop()
             raise OSError(error.errno, f"{error.strerror}: {interface}, port {port}") from None
@@ -127,19 +129,6 @@ class Server:
         self._heartbeats = asyncio.create_task(
             supervise("the driver's heartbeats", self._send_heartbeats, report_to_log)
         )
-
-    def _bind(self, host: str, ports: Sequence[int | str]) -> None:
-        """Bind to the first of these ports that is free; `*` is any."""
-        for port in ports:
-            try:
-                self._socket.bind(f"tcp://{host}:{port}")
-            except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE or port == ports[-1]:
-                    raise
-            else:
-                chosen = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-                self.address = f"tcp://{host}:{chosen}"  # ZeroMQ would call it [::ffff:127.0.0.1]
-                return
 
     async def stop(self) -> None:
         """Close. Messages sent before have half a second to go out."""
@@ -176,8 +165,8 @@ class Server:
             log.warning("%.80s acknowledges nothing: its oldest messages are discarded", peer)
         self._send_due(peer, delivery, now)
 
-    def _send_due(self, peer: str, delivery: Delivery, now: float) -> None:
-        for head, frame in delivery.due(now, now - self.backlog.messages.read_up_to(now)):
+    def _send_due(self, peer: str, delivery: Delivery, now: float, unread: float = math.inf) -> None:
+        for head, frame in delivery.due(now, unread):
             self._send_or_bundle(peer, head, frame)
 
     def _delivery_of(self, peer: str) -> Delivery:
@@ -250,13 +239,18 @@ class Server:
     def _acknowledge(self) -> None:
         """Acknowledge the messages received, so that their senders neither keep nor retransmit them."""
         heard, now, self._to_acknowledge = self._to_acknowledge, time.monotonic(), set()
+        unread = self._unread(now)
         for peer in heard & self._deliveries.keys():
             delivery = self._deliveries[peer]
             if delivery.pending:
-                self._send_due(peer, delivery, now)
+                self._send_due(peer, delivery, now, unread)
             if delivery.must_acknowledge:
                 self._send_or_bundle(peer, delivery.head(), b"")
         self._send_bundles()
+
+    def _unread(self, now: float) -> float:
+        """Seconds for which messages may wait unread. Only after reading: after a long turn it is not known."""
+        return min(now - self.backlog.messages.read_up_to(now), MAX_UNREAD * self._heartbeat)
 
     def _receive(self, peer: str, frames: list[bytes], now: float) -> None:
         head = frames.pop(0) if len(frames) == 2 and len(frames[0]) == HEAD.size else b""
@@ -384,13 +378,15 @@ class Server:
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat)
+            await read_turn()
             now = time.monotonic()
+            unread = self._unread(now)
             self._handle_reports()
             only_heard = []
             for peer in list(self.heard_at):
                 delivery = self._delivery_of(peer)
                 if delivery.pending:
-                    self._send_due(peer, delivery, now)
+                    self._send_due(peer, delivery, now, unread)
                 if delivery.must_acknowledge or peer not in self._routes:
                     self._send_or_bundle(peer, delivery.head(), b"")
                 else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -18,6 +20,7 @@ MAX_TO_DRIVER = 2 * MAX_MESSAGE
 CLOSE_LINGER = 500  # milliseconds for an end that closes to send its queue
 
 RETRANSMIT = 2.5  # heartbeats after which an unacknowledged message is retransmitted
+MAX_UNREAD = 10.0  # heartbeats more while its acknowledgement may be unread
 
 BATCH, TURN = 256, 0.01  # messages and seconds after which a reader yields
 
@@ -40,6 +43,20 @@ SOCKET_OPTIONS = {
     zmq.RCVHWM: 10000,
     zmq.IPV6: 1,
 }
+
+
+def bind(socket: zmq.Socket[bytes], host: str, ports: Sequence[int | str]) -> str:
+    """Bind to the first of these ports that is free, and return the address; `*` is any. ZMQError if none is."""
+    for port in ports:
+        try:
+            socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                raise
+        else:
+            break
+    chosen = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return f"tcp://{host}:{chosen}"  # ZeroMQ would call it [::ffff:127.0.0.1]
 
 
 def relay_endpoint(folder: Path, at_end: contextlib.ExitStack) -> str:

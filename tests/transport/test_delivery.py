@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 
 from hypothesis import given
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from nbelastic.transport.delivery import (
     MAX_DOUBLINGS,
+    MAX_RETURNS,
     MAX_UNACKNOWLEDGED,
-    MAX_UNREAD,
     RETRANSMIT_BATCH,
     WINDOW,
     Delivery,
@@ -219,33 +220,43 @@ def test_a_late_end_is_not_flooded():
     silent = times_sent(silence=1000.0, seconds=100.0)
     assert 10 <= silent <= 1 + MAX_DOUBLINGS + 100 / (RETRANSMIT_AFTER * 2**MAX_DOUBLINGS)
     for silence in (0.5, 1.1, 2.5, 6.0):
-        assert times_sent(silence, 100.0) <= silent + 2
+        assert times_sent(silence, 100.0) <= silent + 2 * MAX_RETURNS
 
 
-def test_an_end_that_was_away_for_long_is_back_again():
-    """After each long silence the first word brings the messages that were lost, although none was acknowledged before."""
+def seconds_to_retransmission(outages):
+    """How long after the last outage a message is sent again. Each outage loses it; two seconds with heartbeats follow."""
     end, now = Delivery(RETRANSMIT_AFTER, 1), 0.0
     end.enqueue(b"message")
-    for _ in range(5):
-        for _ in range(int(RETRANSMIT_AFTER * 2**MAX_DOUBLINGS) + 2):
-            now += 1.0
+    for seconds in outages:
+        for _ in range(int(seconds * 10)):
+            now += 0.1
             end.due(now)
-        end.hear(now)
-        assert len(end.due(now + RETRANSMIT_AFTER)) == 1
+        back = now
+        for _ in range(20):
+            end.hear(now)
+            if end.due(now):
+                break
+            now += 0.1
+    return now - back
+
+
+def test_an_end_is_back_again_and_again():
+    """The network breaks more than once before a message is acknowledged: each time, it is soon sent again."""
+    for count in (1, 2, 3):
+        for seconds in (1.5, 3.0, 6.0, 7.9, 20.0):
+            assert seconds_to_retransmission([seconds] * count) <= RETRANSMIT_AFTER + 0.2
+    assert seconds_to_retransmission([20.0] * 10) <= RETRANSMIT_AFTER + 0.2
 
 
 def test_nothing_is_retransmitted_while_its_acknowledgement_may_be_unread():
-    """Unread messages may contain it. The message is retransmitted in the end, also if the reading never catches up."""
+    """Unread messages may contain it. Then only new messages are sent."""
     end = Delivery(RETRANSMIT_AFTER, 1)
     end.enqueue(b"message")
     assert len(end.due(100.0)) == 1
-    assert end.due(104.0, unread=3.5) == []
-    assert len(end.due(104.0, unread=3.0)) == 1
-    end = Delivery(RETRANSMIT_AFTER, 1)
-    end.enqueue(b"message")
-    assert len(end.due(100.0)) == 1
-    assert end.due(100.0 + MAX_UNREAD, unread=MAX_UNREAD) == []
-    assert len(end.due(101.0 + MAX_UNREAD, unread=1000.0)) == 1
+    assert end.due(104.0, unread=3.5) == end.due(1000.0, unread=math.inf) == []
+    end.enqueue(b"later")
+    assert [message for _, message in end.due(1000.0, unread=math.inf)] == [b"later"]
+    assert [message for _, message in end.due(1000.0, unread=3.0)] == [b"message", b"later"]
 
 
 def test_telemetry_acknowledges_and_is_not_acknowledged():

@@ -12,11 +12,12 @@ import zmq
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.json_encoding import encode
+from nbelastic.transport.backlog import read_turn
 from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import MAX_UNACKNOWLEDGED, RETRANSMIT_BATCH, WINDOW, Delivery
 from nbelastic.transport.sockets import BATCH
 from tests.support.waiting import until_async as until
-from tests.transport.link_ends import MESSAGE, PEER, WORKER, raw_socket, running_driver
+from tests.transport.link_ends import MESSAGE, PEER, WORKER, connected_client, raw_socket, running_driver
 
 
 def test_the_loop_runs_other_tasks_between_batches():
@@ -70,6 +71,51 @@ def test_the_server_knows_that_messages_wait(monkeypatch):
                 await asyncio.sleep(0)
                 now = time.monotonic()
                 assert backlog.messages.read_up_to(now) == now
+
+    asyncio.run(story())
+
+
+def test_after_a_long_turn_nothing_is_sent_twice():
+    """The driver's loop was busy for longer than acknowledgements take. They wait unread, and are read before others are missed."""
+
+    async def story():
+        first, second = (worker_messages.DropGroup(generation) for generation in (1, 2))
+        async with running_driver(heartbeat=0.1) as driver, connected_client(driver, heartbeat=0.1) as client:
+            client.send(MESSAGE)
+            await until(lambda: driver.received and driver.server.has_acknowledged(PEER))
+            sent, send_frames = Counter(), driver.server._send_frames
+
+            def counted(peer, frames):
+                sent.update([list(frames)[-1]])
+                send_frames(peer, frames)
+
+            driver.server._send_frames = counted
+            driver.server.send(PEER, first)
+            time.sleep(0.5)  # noqa: ASYNC251  (the loop is busy)
+            driver.server.send(PEER, second)
+            await until(lambda: driver.server.has_acknowledged(PEER))
+            assert client.received == [first, second]
+            assert sent[encode(first)] == sent[encode(second)] == 1
+
+    asyncio.run(story())
+
+
+def test_a_message_that_is_sent_does_not_hide_that_others_wait():
+    """Messages came during a long turn of the loop. The driver sends one before it reads: it still knows that they may wait."""
+
+    async def story():
+        async with running_driver() as driver:
+            with raw_socket(driver) as socket:
+                socket.send(encode(MESSAGE))  # the handshake needs this loop
+                await until(lambda: driver.received)
+                await asyncio.sleep(0.1)  # all is read
+                began = time.monotonic()
+                for number in range(20_000):
+                    socket.send(encode(ev.LeaveAcknowledged(WORKER, 1, number)))
+                driver.server.send(PEER, worker_messages.DropGroup(1))
+                await read_turn()
+                assert driver.server.backlog.messages.read_up_to(time.monotonic()) <= began
+                await until(lambda: len(driver.received) > 20_000)
 
     asyncio.run(story())
 
