@@ -1,7 +1,7 @@
 """Agents and drivers that tests start are forks of two warm processes, but for those of tests that are marked `cold`.
 
-See warm_process.py. The processes start with the first test of these folders. This pytest asks them by itself, other hosts by
-the code that ssh runs, and what tests start (kernels, terminals) by the variable TESTS_WARM.
+See warm_process.py. The processes start with the first test of these folders, or that is marked `warm`. This pytest asks them
+by itself, other hosts by the code that ssh runs, and what tests start (kernels, terminals) by the variable TESTS_WARM.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ class WarmPopen(subprocess.Popen):
 
 @pytest.hookimpl(tryfirst=True)  # kernels start while their notebooks are set up
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    warm_here = item.path.parent.name in FOLDERS and item.get_closest_marker("cold") is None
+    of_clusters = item.path.parent.name in FOLDERS or item.get_closest_marker("warm") is not None
+    warm_here = of_clusters and item.get_closest_marker("cold") is None
     if warm_here and not process.pid:
         start()
     if warm_here != used:
