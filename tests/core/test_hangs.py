@@ -134,6 +134,14 @@ def test_a_job_that_is_over_keeps_nothing():
     story.run("second").commit(1).finish()
 
 
+def test_the_state_of_an_earlier_job_is_deleted():
+    """A worker has taken so long to keep it that the next job trains, which does not load it."""
+    story = Story("a", "b").run("second").commit(3)
+    story.send(ev.StateKept(wid(A), "first", 7))
+    assert story.cluster.kept_state is None
+    assert story.last(cmd.DeleteKeptState) == cmd.DeleteKeptState(wid(A))
+
+
 def test_a_worker_that_hangs_at_the_end_of_a_job_keeps_nothing():
     """No other job can use its state."""
     story = survivor().stop_job()

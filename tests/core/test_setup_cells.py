@@ -123,6 +123,17 @@ def test_a_newcomer_that_becomes_ready_during_a_trial_runs_the_cell_too():
     assert story.names == ["a/0#1", "b/0#1"]
 
 
+def test_an_older_cell_that_works_on_a_newcomer_does_not_keep_one_that_fails():
+    """A newcomer still runs the first cell while the others try the second one. That fails everywhere, and is not kept."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("first", "one").answer()
+    story.broken |= {("a", "two"), ("b", "two")}
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
+    story.set_up("second", "two").answer()
+    assert ran(story, "b/0#1") == ["one"]
+    assert kept(story) == [("first", "one")]
+
+
 def test_replacements_and_newcomers_run_all_cells_in_order():
     """Replacements and newcomers run all cells in order before they join a job."""
     story = Story("a:1", "b:1", **LIMITS).answer()

@@ -6,6 +6,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.timeouts import Timeouts
 from tests.core.story import Story, wid
 
 
@@ -22,6 +23,16 @@ def test_an_agent_that_never_reports_is_lost():
     assert (story.cluster.hosts["a"].phase, len(story.commands(cmd.StartAgent))) == (HostPhase.STARTING, 2)
     story.answer()
     assert story.alive() == ["a/0#1"]
+
+
+def test_a_host_that_is_probed_is_not_lost_as_one_whose_agent_does_not_report():
+    """The probes take longer than an agent has to connect, and this one has connected."""
+    story = Story(min=1, timeouts=Timeouts(agent=3.0, probe=10.0))
+    story.add("gpu1:1", "10.0.0.1", "10.1.0.1").add("gpu2:1", "10.0.0.2", "10.1.0.2").hear(ev.AgentReady).wait(8.0)
+    assert {*story.cluster.probing} == {"gpu2"}
+    assert story.cluster.hosts["gpu2"].phase is HostPhase.STARTING
+    story.answer()
+    assert {host.phase for host in story.cluster.hosts.values()} == {HostPhase.UP}
 
 
 def test_a_host_that_is_tried_again_has_its_time_again():

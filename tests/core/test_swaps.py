@@ -113,6 +113,15 @@ def test_a_newcomer_that_waits_tries_the_program_too_and_may_reject_it():
     assert story.cluster.newcomers == {newcomer}
 
 
+def test_members_try_a_program_first_then_newcomers_by_name():
+    """In the order of the ranks, whichever newcomer came first."""
+    story = with_stage(Stage.RUNNING, max=3, spares=2)
+    story.add("e:1").quiet(1.0).add("d:1").quiet(1.0)
+    assert [*map(str, story.cluster.newcomers)] == ["e/0#1", "d/0#1"]
+    submit(story).hear(ev.LeaveAcknowledged).hear(ev.WorkerHalted)
+    assert [*map(str, story.last(cmd.TryProgram).workers)] == [*MEMBERS, "d/0#1", "e/0#1"]
+
+
 def test_a_paused_training_is_paused_again_with_the_new_program():
     """It makes one commit: the one at which the new program is kept."""
     story = with_stage(Stage.RUNNING)
