@@ -18,6 +18,7 @@ from nbelastic.state.transfer import compare, describe, destinations, rebuild
 from tests.support.soak import examples
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.warm
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -176,7 +177,6 @@ def move_all_kinds(rank, root, receivers):
     return value, [t.to(torch.complex64).real.flatten().tolist() for t in there]
 
 
-@pytest.mark.warm
 @pytest.mark.parametrize(("root", "receivers"), [(1, (0, 2)), (1, (2,)), (2, (0,)), (0, (1, 2))])
 def test_moving_over_a_real_group(cluster, root, receivers):
     """By broadcast and from one rank to one: receivers end with the root's values, of each type; other ranks keep theirs."""
@@ -198,7 +198,6 @@ def move_many(rank):
     return all(t.eq(0).all().item() for t in several)
 
 
-@pytest.mark.warm
 def test_moving_bucket_by_bucket(cluster):
     """Small buckets, tensors larger than one, empty ones: all arrive."""
     assert cluster.run(in_a_world, move_many).result(timeout=20) == [True] * 3
@@ -208,7 +207,6 @@ def move_object(rank, value):
     return channel(0, (1, 2), rank).move_object(value)
 
 
-@pytest.mark.warm
 @pytest.mark.parametrize(
     ("value", "named"),
     [(functools.partial(os.system, "exit 1"), "functools.partial"), (pathlib.PurePosixPath("x"), "PurePosixPath")],
@@ -227,7 +225,6 @@ def move_a_function(rank):
     return move_object(rank, lambda: None)
 
 
-@pytest.mark.warm
 def test_what_cannot_even_be_sent(cluster):
     """The sending rank raises the same error."""
     error = cluster.run(in_a_world, move_a_function).exception(timeout=20)
@@ -282,7 +279,6 @@ def sync_everything(folder):
     return loop(state)
 
 
-@pytest.mark.warm
 def test_a_newcomer_gets_everything(tmp_path):
     """Parameters, buffers of any type, optimizer, scheduler, sampler, counters: after joining all ranks are equal."""
     with nbe.Cluster("localhost:1", min=1, cooldown=(0, 0), log_dir=tmp_path / "logs") as cluster:
