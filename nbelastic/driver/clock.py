@@ -8,6 +8,7 @@ from collections.abc import Callable
 from nbelastic.transport.backlog import Unread
 
 MAX_EXCUSED = 30.0  # seconds; after an absence, silence is ignored for at most this long, while the network comes back
+MAX_HELD = 30.0  # seconds; deadlines wait for at most this long while messages wait unread
 
 
 def _boottime() -> float:
@@ -30,14 +31,31 @@ class Clock:
         self.skipped = 0.0  # seconds by which this clock is behind the monotonic one
         self.absent = 0.0  # seconds of all absences so far, including suspends
         self._excused = self._seen  # silence before this (monotonic) time is ignored
+        self._held_until: float | None = None  # (monotonic) while messages wait unread
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this clock stands still, as messages wait unread."""
+        return self._held_until is not None and self._seen < self._held_until
+
+    def hold(self, *, hold: bool) -> None:
+        """Stand still while messages wait unread: what a deadline waits for may be among them.
+
+        For at most `MAX_HELD` seconds, until `hold=False`.
+        """
+        self.now()
+        if not hold:
+            self._held_until = None
+        elif self._held_until is None:
+            self._held_until = self._seen + MAX_HELD
 
     def now(self) -> float:
         """The time. This call detects absences, so only the driver's thread may make it."""
         seen = self._monotonic()
         suspended = self._boottime() - seen
-        gap, asleep = seen - self._seen, suspended - self._suspended
+        gap, asleep, was_held = seen - self._seen, suspended - self._suspended, self.is_held
         self._seen, self._suspended = seen, suspended
-        if gap > self._max_gap:
+        if was_held or gap > self._max_gap:
             self.skipped += gap
         absence = sum(seconds for seconds in (gap, asleep) if seconds > self._max_gap)
         if absence:
@@ -65,4 +83,4 @@ class Clock:
 
     def read(self) -> float:
         """The time, from any thread."""
-        return self._monotonic() - self.skipped
+        return (self._seen if self.is_held else self._monotonic()) - self.skipped

@@ -33,6 +33,7 @@ SAVED_LATER = {
     ev.LeaveAcknowledged,
     ev.WorkerHalted,
 }
+HELD_TICK = 0.25  # seconds between ticks while the clock stands still
 SAVE_SOON = 0.1  # seconds within which what they change is saved, if no command follows from them
 # With many workers these come in thousands. The driver saves once for all that wait in the inbox one after the other.
 IN_BATCHES = {
@@ -139,7 +140,8 @@ class Decisions:
         at = deadline(self.cluster, now)
         if at != float("inf"):
             loop = asyncio.get_running_loop()
-            self._deadline_timer = loop.call_later(at - now, self.post, ev.Ticked())
+            soonest = HELD_TICK if self._clock.is_held else 0.0
+            self._deadline_timer = loop.call_later(max(at - now, soonest), self.post, ev.Ticked())
 
     def cancel_deadline_timer(self) -> None:
         if self._deadline_timer is not None:

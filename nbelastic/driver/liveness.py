@@ -103,7 +103,7 @@ class Liveness:
             await read_turn()
             now, cluster = self._clock.now(), self._cluster()
             self._record_absence()
-            self._record_backlog()
+            self._note_backlog(cluster)
             silences = self._check_hosts(cluster, now)
             self._check_workers(cluster)
             if cluster.stands_still:
@@ -128,8 +128,10 @@ class Liveness:
             why = "its process or its machine was stopped"
             self._record(cmd.Record("driver-away", f"the driver did not run for {seconds:.0f} s: {why}"))
 
-    def _record_backlog(self) -> None:
+    def _note_backlog(self, cluster: ClusterState) -> None:
+        """Let deadlines wait for messages that are unread. The end of a host waits for nothing: it is announced for a time of day."""
         seconds = self._agents.unread_seconds()
+        self._clock.hold(hold=seconds > self._interval and not cluster.ending)
         # A busy driver may never see that nothing is unread: it is late no longer once it reads within a heartbeat.
         was_late, self._is_late = self._is_late, seconds > (self._interval if self._is_late else self._max_silence)
         if self._is_late and not was_late:

@@ -60,6 +60,37 @@ def test_a_suspended_machine_was_absent():
     assert machine.clock.absent == 600.0
 
 
+def test_a_held_clock_stands_still_and_goes_on_where_it_stood():
+    """While messages wait unread, no deadline comes nearer, and no thread reads another time."""
+    machine = Machine()
+    machine.run(10)
+    machine.clock.hold(hold=True)
+    machine.run(5)
+    machine.stop(1)
+    assert machine.clock.read() == machine.clock.now() == 1010.0
+    machine.clock.hold(hold=True)
+    machine.run(5)
+    machine.clock.hold(hold=False)
+    machine.run(5)
+    assert machine.clock.read() == machine.clock.now() == 1015.0
+    assert machine.clock.machine_time(machine.clock.now()) == machine.monotonic
+    assert machine.clock.absent == 0.0
+
+
+def test_a_clock_is_held_for_half_a_minute_at_most():
+    """A driver that never reads all goes on with its deadlines; one that has read all may be late again."""
+    machine = Machine()
+    for _ in range(60):
+        machine.clock.hold(hold=True)
+        machine.run(1)
+    assert machine.clock.now() == 1030.0
+    assert not machine.clock.is_held
+    machine.clock.hold(hold=False)
+    machine.clock.hold(hold=True)
+    machine.run(60)
+    assert machine.clock.now() == 1060.0
+
+
 def test_silence_during_an_absence_does_not_count():
     """Silence is counted again only when the driver has listened as long after an absence as before it."""
     machine = Machine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import Stage
+from nbelastic.core.step import deadline
 from nbelastic.driver import decisions
 from nbelastic.driver.clock import Clock
-from nbelastic.driver.decisions import BATCH, Decisions
+from nbelastic.driver.decisions import BATCH, HELD_TICK, Decisions
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.protocol import events as ev
@@ -25,7 +27,7 @@ HOSTS = [HostSpec(f"h{number}", 2) for number in range(300)]
 class Watched(Decisions):
     """Decisions whose steps are noted in this order: `save`, executed commands, and events after their decisions."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Clock | None = None) -> None:
         self.done: list[object] = []
         self.failures: list[ev.Event] = []
         self.log = folder / "events.jsonl"
@@ -37,7 +39,7 @@ class Watched(Decisions):
 
         super().__init__(
             Limits(min=1),
-            Clock(3600.0),
+            clock or Clock(3600.0),
             EventLog(self.log),
             errors,
             is_stale=lambda _: False,
@@ -125,3 +127,20 @@ def test_reports_that_change_nothing_saved_are_not_saved(driver):
     assert driver._save_timer is None
     assert decide(driver, formed[-1])[len(formed) - 1] == "save"
     assert driver.cluster.stage is Stage.RUNNING
+
+
+def test_a_clock_that_stands_still_causes_four_ticks_a_second(tmp_path):
+    """A deadline is a millisecond away, for as long as messages wait unread. A tick a millisecond would read no message sooner."""
+
+    async def story():
+        clock = Clock(3600.0)
+        driver = Watched(tmp_path, clock)
+        driver.start(ev.HostsDiscovered(tuple(HOSTS[:1])))
+        at = deadline(driver.cluster, clock.now())
+        clock.hold(hold=True)
+        driver.set_deadline_timer(at - 0.001)
+        assert driver._deadline_timer.when() - asyncio.get_running_loop().time() > HELD_TICK / 2
+        driver.close()
+        driver._event_log.close()
+
+    asyncio.run(story())

@@ -7,12 +7,14 @@ import time
 from types import SimpleNamespace
 
 from nbelastic.driver.agents import Agents
-from nbelastic.driver.clock import Clock
+from nbelastic.driver.clock import MAX_HELD, Clock
 from nbelastic.driver.liveness import MAX_CHECK_DELAY, Liveness
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.timeouts import Timeouts
 from nbelastic.transport.backlog import Backlog
+from tests.driver.fakes import run_story, training
 from tests.support.waiting import until_async as until
 from tests.transport.link_ends import MESSAGE, PEER, WORKER, raw_socket, running_driver
 
@@ -35,6 +37,7 @@ class Checks:
         self.cluster = SimpleNamespace(
             hosts={"a": SimpleNamespace(phase=None)},
             disconnected={},
+            ending={},
             phase="waiting",
             members=[],
             generation=1,
@@ -145,7 +148,7 @@ def records_of(durations):
         now[0] += seconds
         clock.now()
         server.backlog.note_read(b"a", now[0])
-        checks.liveness._record_backlog()
+        checks.liveness._note_backlog(checks.cluster)
     return checks.records
 
 
@@ -157,3 +160,73 @@ def test_it_is_said_once_that_the_driver_is_late():
 def test_a_busy_driver_that_is_late_again_says_it_again():
     """Meanwhile it reads each queue within a heartbeat, but never sees that no message waits."""
     assert records_of([2.0] * 20 + [HEARTBEAT / 50] * 100 + [2.0] * 20) == ["driver-late", "driver-late"]
+
+
+def hold_back_messages(fakes):
+    """From now on messages wait unread. Returns a function with which the driver reads them."""
+    waiting, receive = [], fakes.server.on_message
+    fakes.server.on_message = lambda *message: waiting.append(message)
+    fakes.server.backlog.end(asyncio.get_running_loop().time())
+    fakes.server.backlog.begin()
+
+    def read() -> None:
+        fakes.server.on_message = receive
+        fakes.server.backlog.end(asyncio.get_running_loop().time())
+        for message in waiting:
+            receive(*message)
+
+    return read
+
+
+def test_a_deadline_waits_for_messages_that_are_unread(tmp_path):
+    """A job is stopped, and both programs report their ends at once. The driver reads that only 12 s later.
+
+    It killed both workers after 5 s, and replaced them.
+    """
+
+    async def story():
+        async with training(tmp_path, "a,b", min=2, timeouts=Timeouts(leave=5.0, stop=5.0)) as fakes:
+            workers, read = set(fakes.workers), hold_back_messages(fakes)
+            await fakes.advance_time(2.0)
+            fakes.driver.post(ev.JobStopRequested("job-1", "by the test"))
+            await fakes.advance_time(12.0)
+            read()
+            await fakes.advance_time(2.0)
+            assert not fakes.driver.jobs.present
+            assert set(fakes.workers) == workers
+            assert "worker-killed" not in fakes.kinds()
+
+    run_story(story)
+
+
+def test_a_deadline_waits_for_half_a_minute_at_most(tmp_path):
+    """The driver never catches up: what it has not read then counts as missing."""
+
+    async def story():
+        async with training(tmp_path, "a,b", min=2, timeouts=Timeouts(leave=5.0, stop=5.0)) as fakes:
+            hold_back_messages(fakes)
+            await fakes.advance_time(2.0)
+            fakes.driver.post(ev.JobStopRequested("job-1", "by the test"))
+            await fakes.advance_time(MAX_HELD)
+            assert "worker-killed" not in fakes.kinds()
+            await fakes.advance_time(6.0)
+            assert "worker-killed" in fakes.kinds()
+
+    run_story(story)
+
+
+def test_the_announced_end_of_a_host_waits_for_no_message(tmp_path):
+    """While messages wait unread, a host with 20 s to go leaves in time."""
+
+    async def story():
+        async with training(tmp_path, "a,b", min=1, timeouts=Timeouts(leave=5.0, stop=5.0)) as fakes:
+            fakes.train()
+            await fakes.advance_time(1.0)
+            hold_back_messages(fakes)
+            await fakes.advance_time(2.0)
+            fakes.driver.post(ev.HostRemoved("b", within=20.0))
+            await fakes.advance_time(21.0)
+            assert not fakes.driver.cluster.ending
+            assert "world-broken" in fakes.kinds()
+
+    run_story(story)
