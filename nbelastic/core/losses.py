@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import filterfalse
 
 from msgspec.structs import replace
 
@@ -11,7 +12,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import free_slot, workers_on
 from nbelastic.core.persistent import PersistentSet
-from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, with_members, without
+from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, without
 from nbelastic.core.state_holders import state_lives, state_may_live
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import GPU_LOST, HUNG, exit_text
@@ -128,7 +129,8 @@ def remove_from_job(
         if held_state and job is not None and not job.succeeded and not state_lives(cluster):
             return _fail_without_state(cluster, why, now, out)
         return jobs.finish(cluster, now, out)
-    cluster = with_members(cluster, tuple(w for w in cluster.members if w not in removed))
+    members = tuple(filterfalse(frozenset(removed).__contains__, cluster.members))
+    cluster = replace(cluster, members=members, member_set=cluster.member_set - removed)
     if lost_members <= job.ended:  # their programs have ended: nothing is lost with them
         return jobs.finish(cluster, now, out)
     if job.succeeded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from msgspec.structs import replace
 
@@ -13,9 +13,9 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 
-def holders(cluster: ClusterState) -> list[WorkerId]:
-    """Workers that hold the training state."""
-    return [w for ids in (cluster.members, cluster.newcomers) for w in ids if cluster.workers[w].has_state]
+def holders(cluster: ClusterState) -> Iterator[WorkerId]:
+    """Workers that hold the training state, one at a time: often the first is enough."""
+    return (w for ids in (cluster.members, cluster.newcomers) for w in ids if cluster.workers[w].has_state)
 
 
 def last_writer(cluster: ClusterState, culprit: WorkerId | None) -> WorkerId | None:
@@ -69,7 +69,7 @@ def keeper(cluster: ClusterState) -> str:
 def assign_kept_state(cluster: ClusterState, out: Commands) -> ClusterState:
     """Let a worker on the host that keeps the training state read it, if no worker holds it."""
     kept = cluster.kept_state
-    if kept is None or holders(cluster):
+    if kept is None or next(holders(cluster), None) is not None:
         return cluster
     waiting = [w for ids in (cluster.members, cluster.newcomers) for w in ids]
     if kept.reader in waiting:

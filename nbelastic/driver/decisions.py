@@ -47,7 +47,10 @@ IN_BATCHES = {
     ev.WorkerSilent,
     ev.WorkerResponded,
 }
+# So many workers may end together, as when a library crashes in all. While a world trains, its abort waits for no other decision.
+IN_BATCHES_WITHOUT_WORLD = {*IN_BATCHES, ev.WorkerExited}
 BATCH = 256  # events at most, so that messages and other events do not wait for long
+MAX_TURN = 0.1  # seconds of decisions; then the driver reads messages and sends heartbeats
 Execute = Callable[[cmd.Command, float], None]
 
 
@@ -116,12 +119,16 @@ class Decisions:
         """Decide on all events until the cluster has stopped."""
         while self._inbox:
             self._decide_waiting()
-        self._can_decide_now = True
+        self._can_decide_now, loop = True, asyncio.get_running_loop()
         while self.cluster.phase != "finished":
             while not self._inbox:
                 self._has_arrived.clear()
                 await self._has_arrived.wait()
+            turn_ends = loop.time() + MAX_TURN
             self._decide_waiting()
+            while self._inbox and loop.time() < turn_ends:
+                self._decide_waiting()
+            await asyncio.sleep(0)
 
     def _decide_waiting(self) -> None:
         """Decide on the first event in the inbox, and on those behind it if all are of the kinds that come in thousands.
@@ -129,8 +136,9 @@ class Decisions:
         Of other events each is decided on alone: whether it is stale may depend on the commands before it.
         """
         events, inbox = [self._inbox.popleft()], self._inbox
-        if type(events[0]) in IN_BATCHES:
-            while inbox and type(inbox[0]) in IN_BATCHES and len(events) < BATCH:
+        kinds = IN_BATCHES if self.cluster.has_world else IN_BATCHES_WITHOUT_WORLD
+        if type(events[0]) in kinds:
+            while inbox and type(inbox[0]) in kinds and len(events) < BATCH:
                 events.append(inbox.popleft())
         self._decide(events)
 

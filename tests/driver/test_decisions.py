@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,49 @@ def test_reports_that_change_nothing_saved_are_not_saved(driver):
     assert driver._save_timer is None
     assert decide(driver, formed[-1])[len(formed) - 1] == "save"
     assert driver.cluster.stage is Stage.RUNNING
+
+
+def test_workers_that_end_together_are_replaced_together(driver):
+    """A library crashes in all eight: the others are aborted at once, and then all are replaced after one save."""
+    driver.start(ev.HostsDiscovered((HostSpec("h0", 8),)))
+    workers = [wid(f"h0/{slot}#1") for slot in range(8)]
+    decide(driver, ev.AgentReady("h0", 1), *(ev.WorkerRegistered(w) for w in workers), ev.JobSubmitted("job"))
+    decide(driver, *(ev.WorkerReady(w, "job", 0, 0, clean=True, store="x", holds_state=False) for w in workers))
+    decide(driver, *(ev.WorkerFormed(w, 1, {}) for w in workers))
+    driver.done.clear()
+    done = decide(driver, *(ev.WorkerExited(w, -11) for w in workers))
+    assert done.index(ev.WorkerExited(workers[0], -11)) < done.index(cmd.StartWorker(wid("h0/1#2")))
+    assert any(isinstance(step, cmd.AbortWorld) for step in done[: done.index(ev.WorkerExited(workers[0], -11))])
+    started = [number for number, step in enumerate(done) if isinstance(step, cmd.StartWorker)]
+    assert len(started) == 8
+    assert "save" not in done[started[1] : started[-1]]
+
+
+def test_many_decisions_let_the_driver_read_messages_meanwhile(tmp_path, monkeypatch):
+    """A hundred hosts are lost together, and each decision takes 10 ms. Other tasks run about every 0.1 s, not only after all."""
+    step, turns = decisions.step, []
+
+    def slow(*arguments, **options):
+        time.sleep(0.01)
+        return step(*arguments, **options)
+
+    async def story():
+        driver = Watched(tmp_path)
+        driver.start(ev.HostsDiscovered(tuple(HOSTS[:100])))
+        deciding = asyncio.create_task(driver.run())
+        await asyncio.sleep(0)  # it waits for events
+        for host in HOSTS[:100]:
+            driver.post(ev.AgentLost(host.name, "gone"))
+        while driver._inbox:
+            turns.append(len(driver._inbox))
+            await asyncio.sleep(0)
+        deciding.cancel()
+        driver.close()
+        driver._event_log.close()
+
+    monkeypatch.setattr(decisions, "step", slow)
+    asyncio.run(story())
+    assert len(turns) > 3
 
 
 def test_a_clock_that_stands_still_causes_four_ticks_a_second(tmp_path):
