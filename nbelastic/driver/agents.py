@@ -73,6 +73,7 @@ class Agents:
         self._handles: dict[str, AgentHandle] = {}  # by host
         self._running: set[AgentHandle] = set()  # those with a process on this machine, killed ones included
         self._none_runs = asyncio.Event()
+        self._launches: set[asyncio.Task[None]] = set()  # those of killed ones included: `ssh -G` may run
         self._unanswered = UnansweredHosts(settings.lease, settings.heartbeat)
         self.started_count = 0
         self._is_save_scheduled = False
@@ -83,13 +84,12 @@ class Agents:
 
     async def stop(self) -> None:
         """End every agent and the TCP proxies. Wait until the processes have ended: a child would be a zombie."""
-        tasks = [handle.launch for handle in self._handles.values() if handle.launch is not None]
         for handle in self._handles.values():
             self._note_end(handle)
             handle.kill()
         if (record := self._unanswered.record(self._clock.now())) is not None:
             self._record(record)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._launches, return_exceptions=True)
         if self._running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_runs.wait(), KILL_TIMEOUT)
@@ -250,7 +250,9 @@ class Agents:
         handle = self._handles[spec.name] = AgentHandle(spec.name, self.started_count)
         handle.slots = spec.slots
         # This begins after the decision was saved, with the number: a driver that takes over must not use that again.
-        handle.launch = self._loop.create_task(self._launch(spec, handle))
+        handle.launch = launch = self._loop.create_task(self._launch(spec, handle))
+        self._launches.add(launch)
+        launch.add_done_callback(self._launches.discard)
 
     async def _launch(self, spec: HostSpec, handle: AgentHandle) -> None:
         """Locate the host and start its agent there."""

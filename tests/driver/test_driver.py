@@ -245,6 +245,35 @@ def test_the_end_of_an_old_agent_does_not_end_the_next(tmp_path: Path) -> None:
     run_story(story)
 
 
+class SlowSearch(DriverWithFakes):
+    """A driver whose search for a host needs a while to end, as `ssh -G` does that is killed."""
+
+    async def locate(self, spec: HostSpec, launcher: str) -> tuple[str, str]:
+        self.may_end = asyncio.Event()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.may_end.wait()
+        return "127.0.0.1", ""
+
+
+def test_the_driver_ends_after_the_search_for_a_host_that_was_removed(tmp_path: Path) -> None:
+    """The driver left the process behind that was searching."""
+
+    async def story() -> None:
+        async with SlowSearch(tmp_path, "a") as fakes:
+            fakes.driver.post(ev.HostRemoved("a", now=True))
+            await fakes.settle()
+            fakes.driver.post(ev.StopRequested("by the test"))
+            await fakes.advance_time(20.0)
+            assert not fakes.ended
+            fakes.may_end.set()
+            await fakes.settle()
+            assert fakes.ended
+
+    run_story(story)
+
+
 def test_the_controller_ends_last(tmp_path):
     """A controller ends after the driver, so that it removes the run folder if the driver is killed meanwhile."""
     stopped_before_close = []
