@@ -236,6 +236,19 @@ def test_a_cell_that_hangs_on_one_worker_blocks_no_other():
     assert story.names == ["a/0#1", "b/0#2"]
 
 
+def test_a_cell_that_began_later_has_its_own_deadline():
+    """Of two workers whose cells hang, the one that began five minutes later is killed five minutes later."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("value", "1").answer()
+    for host in "bc":
+        story.add(f"{host}:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
+        story.silent.add(wid(f"{host}/0#1"))
+        story.wait(300.0)
+    assert story.records("worker-lost") == ["b/0#1 had not ended a setup cell after 600 s and was killed"]
+    story.wait(300.0)
+    assert "c/0#1 had not ended a setup cell after 600 s and was killed" in story.records("worker-lost")
+
+
 def test_a_worker_that_dies_while_it_tries_a_cell():
     """A worker is lost during a trial: the other workers decide whether the cell is kept."""
     story = Story("a:1", "b:1", **LIMITS).answer()

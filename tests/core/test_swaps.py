@@ -7,7 +7,7 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import Stage
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.program_events import SwapCancelled, SwapSubmitted
+from nbelastic.protocol.program_events import SwapCancelled, SwapFailed, SwapSubmitted
 from tests.core.story import Story, wid, with_stage
 
 MEMBERS = ("a/0#1", "b/0#1", "c/0#1")
@@ -78,6 +78,17 @@ def test_a_swap_that_nobody_waits_for_is_dropped(begin):
     story.send(SwapCancelled(1))
     check_training(story, 0)
     assert not story.commands(cmd.TryProgram)
+
+
+def test_the_error_of_a_program_that_is_not_tried_any_more_changes_nothing():
+    """One worker's report of it comes after the swap was cancelled, and another one while the next program is tried."""
+    story = tried()
+    story.send(SwapCancelled(1))
+    story.send(SwapFailed(wid("c/0#1"), 1, "ValueError: no"))
+    check_training(story, 0)
+    submit(story, 2).hear(ev.LeaveAcknowledged).hear(ev.WorkerHalted)
+    story.send(SwapFailed(wid("c/0#1"), 1, "ValueError: no"))
+    check_training(story, 2)
 
 
 @pytest.mark.parametrize("begin", [tried, formed])

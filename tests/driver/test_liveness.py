@@ -139,6 +139,13 @@ def test_no_host_is_lost_while_the_drivers_network_is_down(silence, other):
     assert network.lost == []
 
 
+def test_a_cluster_without_hosts_is_not_cut_off():
+    """There is no host that could send anything."""
+    network = Network(1.0)
+    network.run(10.0)
+    assert network.records == []
+
+
 def test_a_host_that_dies_is_lost_though_the_others_pause():
     """A pause of the others that is shorter than `silence` does not delay that."""
     network = Network()
