@@ -260,9 +260,8 @@ def _replay_messages(cluster: ClusterState, inside: Reports, now: float, out: Co
             cluster = _handle(cluster, message, now, out)
     is_about_to_end = not all(report.busy or (job.formed and not report.holds_state) for report in inside.values())
     if not is_about_to_end:
-        for w, worker in tuple(cluster.workers.items()):
-            if worker.state is WorkerState.READY and not worker.job:
-                cluster = setup_cells.run_next(cluster, w, now, out)
+        for w in tuple(cluster.workers):
+            cluster = setup_cells.run_next(cluster, w, now, out)
     for w, message in messages.items():
         if not isinstance(message, ev.WorkerReady):
             continue

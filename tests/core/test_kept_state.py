@@ -200,3 +200,12 @@ def test_a_second_kept_copy_is_deleted():
     story.send(ev.StateKept(wid("b/0#2"), "job", 7))
     assert story.commands(cmd.DeleteKeptState) == [cmd.DeleteKeptState(wid("b/0#2"))]
     assert story.cluster.kept_state.by == wid(A)
+
+
+def test_only_a_worker_on_its_host_can_read_it():
+    """The successor there does not start. Another host's worker runs code before the loop, which no time limit may wait for."""
+    story = kept(survivor("a", "b", "c", min=1, spares=1))
+    story.hear(ev.WorkerRegistered, "b/0#2")
+    assert story.cluster.reason.kind == "kept"
+    story.wait(101.0)
+    assert story.last(cmd.EndJob).outcome == "failed"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nbelastic import TorchState
+from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.worker.interrupts import WorldAborted
 from tests.state.training import backward, copies, network, step
 
@@ -140,3 +141,14 @@ def test_no_step_is_begun_in_a_broken_world(group, begun):
     with pytest.raises(WorldAborted):
         first.step()
     assert state.clean
+
+
+def test_a_state_that_ends_leaves_the_hook_of_another():
+    """Each state has a hook that runs after backward passes; without any, PyTorch's own function is back."""
+    calls, original = [], torch.autograd.backward
+    first, second = BackwardHook(lambda: calls.append(1)), BackwardHook(lambda: calls.append(2))
+    first.remove()
+    torch.ones(1, requires_grad=True).backward()
+    assert calls == [2]
+    second.remove()
+    assert torch.autograd.backward is original

@@ -76,6 +76,19 @@ def test_a_rank_0_that_was_cut_off_saves_no_old_commit(tmp_path):
     assert written(tmp_path)[-1] == "000002-commit-12"
 
 
+def test_a_rank_that_cannot_return_to_the_last_commit_does_not_save_it(tmp_path, monkeypatch):
+    """An optimizer step was interrupted: what the rank holds is no commit."""
+    plan, state = saving.Plan(str(tmp_path), 100, 3, lambda: True), counter(7)
+    monkeypatch.setattr(type(state), "clean", False)
+    plan.ended(state, turn=0)
+    plan.finish()
+    assert written(tmp_path) == []
+    monkeypatch.setattr(type(state), "clean", True)
+    plan.ended(state, turn=0)
+    plan.finish()
+    assert written(tmp_path) == ["000001-commit-7"]
+
+
 @pytest.mark.parametrize("rank_0_lives", [True, False])
 def test_the_next_rank_gives_rank_0_time_to_save_the_last_commit(tmp_path, monkeypatch, rank_0_lives):
     """There is no driver: rank 1 waits while rank 0 may still write the last checkpoint, and writes it only after that."""
