@@ -132,6 +132,7 @@ class Bound:
             before_step()
             self.has_stepped, self._had_backward = True, False
 
+        used = torch.compiler.disable(used)  # of a compiled step it runs before each call, too
         self._hooks = [one.register_step_pre_hook(used) for one in self.optimizers.values()]
         self._hooks.append(BackwardHook(self._after_backward))
 

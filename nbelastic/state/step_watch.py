@@ -71,7 +71,8 @@ class StepWatch:
         `record()` is that of the last commit: it keeps what an optimizer has before a program loads other values into it.
         """
         self._session = session
-        self._hooks += [o.register_step_pre_hook(self._before_step) for o in self._contents.optimizers()]
+        before_step = torch.compiler.disable(self._before_step)  # of a compiled step it runs before each call, too
+        self._hooks += [o.register_step_pre_hook(before_step) for o in self._contents.optimizers()]
 
         def before_load(optimizer: torch.optim.Optimizer, _: object) -> None:
             if not self._steps:
