@@ -34,6 +34,7 @@ class Contents:
         self.names: dict[torch.Tensor, str] = {}  # of all parameters
         self.layout = Layout()
         self.grouped = 0  # how many parameters the optimizers' groups had at the survey
+        self._surveyed: list[Any] = []  # the models, parameters and optimizers of the survey
         self._entries = 0  # how many entries the optimizers' states had at the last check
         self.buffers_of_layers: list[Buffers] = []
         self.extra = ExtraStates()
@@ -46,7 +47,10 @@ class Contents:
         return list(self.named(torch.optim.Optimizer).values())
 
     def survey(self) -> None:
-        """Find all parameters, buffers and layers. StateError if an optimizer trains a parameter of no model here."""
+        """Find all parameters, buffers and layers.
+
+        StateError if an optimizer trains a parameter of no model here, or holds an optimizer that is not here.
+        """
         self.names, self.buffers_of_layers = {}, []
         modules = self.named(torch.nn.Module)
         self.extra = ExtraStates(modules)
@@ -65,11 +69,22 @@ class Contents:
                     f"{name} trains {unknown} parameters of no model in the state: put that model into the state too, "
                     "and replace layers before you make the optimizer."
                 )
-        self.grouped = self._count_grouped()
+            for key, inner in optimizers.inner(optimizer).items():
+                if all(inner is not known for known in self.optimizers()):
+                    raise StateError(
+                        f"{name}.{key} is an optimizer of its own, whose tensors would be lost: give it to the state too, "
+                        f"as TorchState({name}={name}, {key}={name}.{key}, …)."
+                    )
+        self.grouped, self._surveyed = self._count_grouped(), self._large_values()
 
     def is_outdated(self) -> bool:
-        """Whether a layer or a parameter group was added, replaced or removed since the survey."""
-        return self._count_grouped() != self.grouped or self.layout.changed()
+        """Whether a layer, a parameter group, or a model as a value was added, replaced or removed since the survey."""
+        if self._count_grouped() != self.grouped or self.layout.changed():
+            return True
+        return [*map(id, self._large_values())] != [*map(id, self._surveyed)]
+
+    def _large_values(self) -> list[Any]:
+        return [value for value in self.values.values() if isinstance(value, LARGE)]
 
     def _count_grouped(self) -> int:
         return sum(len(group["params"]) for optimizer in self.optimizers() for group in optimizer.param_groups)
@@ -179,6 +194,7 @@ class Contents:
         """All live values, in the form in which they are sent."""
         return {
             "small": self.small(),
+            "kinds": {name: type(value).__name__ for name, value in self.values.items()},
             "extra": self.extra.live(),
             "requires_grad": self.requires_grad(),
             "modules": {
@@ -193,7 +209,11 @@ class Contents:
         }
 
     def check_received(self, described: dict[str, Any]) -> None:
-        """StateError if an optimizer here cannot get the parameter groups of the received state."""
+        """StateError if an optimizer here cannot get the received parameter groups, or a scheduler is of another class."""
+        kinds = described.get("kinds", {})  # checkpoints of older versions have none
+        for name, value in self.values.items():
+            if name in kinds and hasattr(value, "load_state_dict") and not isinstance(value, LARGE):
+                optimizers.check_kind(name, value, kinds[name], "the received state: make the same object.")
         for name, optimizer in self.named(torch.optim.Optimizer).items():
             optimizers.check_groups(name, optimizer, described["optimizers"][name], self.names)
 

@@ -46,6 +46,12 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
             _collect(item, found)
 
 
+def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Optimizers that it holds as attributes, as SAM does, and that keep tensors of their own; by the attribute's name."""
+    held = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+    return {name: value for name, value in held.items() if value.state is not optimizer.state}
+
+
 def shared(optimizer: Optimizer) -> dict[Any, Any]:
     """The entries of its state that belong to no parameter."""
     return {key: entry for key, entry in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -112,9 +118,9 @@ def check_groups(name: str, optimizer: Optimizer, wanted: dict[str, Any], names:
         raise StateError(f"{name} has a group with {missing[0]} in the received state, and none here.")
 
 
-def check_kind(name: str, optimizer: Optimizer, wanted: str | None, source: str) -> None:
-    """StateError if the optimizer is of the class `wanted` there: its entries mean something else. None: it is not known."""
-    kind = type(optimizer).__name__
+def check_kind(name: str, value: object, wanted: str | None, source: str) -> None:
+    """StateError unless an optimizer or a scheduler is of the class `wanted` there, as entries mean something else. None: not known."""
+    kind = type(value).__name__
     if wanted not in (None, kind):
         raise StateError(f"the class of {name} is {kind} here and {wanted} in {source}")
 

@@ -22,6 +22,7 @@ LARGE = 1 << 20  # bytes; a larger tensor is sent by itself, without a bucket
 PIECE = 32 << 20  # bytes; a receiver on an accelerator passes on one piece while it receives the next
 PACKED = 256 << 20  # bytes of packed tensors after which they are unpacked, so that they take no more memory
 CPU = torch.device("cpu")
+KINDS = {"small": "a small value", "modules": "a model", "optimizers": "an optimizer"}
 TENSOR = "\0tensor"  # a description has (TENSOR, index, shape, dtype, device type) in place of each tensor
 
 
@@ -330,11 +331,14 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def compare(theirs: dict[str, Any], mine: dict[str, Any], but: Container[str] = ()) -> None:
     """StateError, with the first difference, if the two descriptions are not of the same models. Tensors in `but` may differ."""
-    for kind in ("small", "modules", "optimizers"):
-        odd = sorted(theirs[kind].keys() ^ mine[kind].keys())
-        if odd:
-            here, there = ("", "not ") if odd[0] in mine[kind] else ("not ", "")
-            raise StateError(f"{odd[0]!r} is {here}in the state here and {there}in the received one.")
+    for kind in KINDS:
+        for name in sorted(theirs[kind].keys() ^ mine[kind].keys()):
+            here, there = (next((KINDS[one] for one in KINDS if name in side[one]), None) for side in (mine, theirs))
+            if here and there:
+                advice = "give models and optimizers to the state where it is made."
+                raise StateError(f"{name!r} is {here} here and {there} in the received state: {advice}")
+            here, there = ("", "not ") if here else ("not ", "")
+            raise StateError(f"{name!r} is {here}in the state here and {there}in the received one.")
     for name, module in theirs["modules"].items():
         own = mine["modules"][name]
         for key in (*module, *(key for key in own if key not in module)):

@@ -1,0 +1,95 @@
+"""Values that the program assigns during a job: models, schedulers of another class; and optimizers inside others."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from nbelastic import StateError, TorchState
+from tests.state.training import network, receive, step
+
+
+def test_a_model_that_is_assigned_late_is_part_of_the_next_commit(group, begun):
+    """As an average that begins after a warm-up: a break returns to its values at the commit, as to all others."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer, average=None))
+    for _ in range(2):  # so commits copy
+        step(model, optimizer)
+    state.average = torch.optim.swa_utils.AveragedModel(model)
+    state.average.update_parameters(model)
+    state.commit()
+    committed = [p.tolist() for p in state.average.parameters()]
+    step(model, optimizer)
+    state.average.update_parameters(model)
+    state.restore()
+    assert [p.tolist() for p in state.average.parameters()] == committed
+
+
+def test_a_newcomer_without_the_late_model_says_what_it_has_instead(begun):
+    """It has None, which is a value too: the name is in both states."""
+    sender, newcomer = (begun(TorchState(model=network()[0], average=None)) for _ in range(2))
+    sender.average = nn.Linear(4, 3)
+    sender.commit()
+    with pytest.raises(StateError, match="'average' is a small value here and a model in the received state"):
+        receive(newcomer, sender)
+
+
+@pytest.mark.parametrize("later", ["CosineAnnealingLR", "NoneType", "LinearLR"])
+def test_a_scheduler_of_another_class_is_refused(begun, later):
+    """The values of one class would give another learning rate in another, so the ranks' models would differ."""
+    states = []
+    for _ in range(2):
+        model, optimizer = network()
+        warm_up = lr_scheduler.LinearLR(optimizer, total_iters=9)
+        states.append(begun(TorchState(model=model, optimizer=optimizer, scheduler=warm_up)))
+    sender, newcomer = states
+    if later != "LinearLR":
+        cosine = lr_scheduler.CosineAnnealingLR(sender.optimizer, 20)
+        sender.scheduler = cosine if later == "CosineAnnealingLR" else None
+    sender.commit()
+    if later == "LinearLR":
+        receive(newcomer, sender)
+        return
+    with pytest.raises(StateError, match=f"the class of scheduler is LinearLR here and {later} in the received state"):
+        receive(newcomer, sender)
+
+
+class Sharp(torch.optim.Optimizer):
+    """As SAM: it steps by another optimizer."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self):
+        self.base.step()
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate's: all that it has is the other optimizer's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+
+def test_an_optimizer_inside_another_must_be_in_the_state(begun):
+    """Newcomers would not get its momentum, and their models would differ from then on."""
+    model, _ = network()
+    sharp = Sharp(model.parameters())
+    with pytest.raises(StateError, match=r"sharp\.base is an optimizer of its own.*sharp=sharp, base=sharp\.base"):
+        TorchState(model=model, sharp=sharp)
+    sender = begun(TorchState(model=model, sharp=sharp, base=sharp.base))
+    model(torch.ones(2, 4)).sum().backward()
+    sharp.step()
+    sender.commit()
+    model, _ = network()
+    own = Sharp(model.parameters())
+    newcomer = begun(TorchState(model=model, sharp=own, base=own.base))
+    receive(newcomer, sender)
+    momentum = own.base.state[model.weight]["momentum_buffer"]
+    assert torch.equal(momentum, sharp.base.state[sender.model.weight]["momentum_buffer"])
+    assert TorchState(model=model, optimizer=Wrapped(own.base)).optimizer.state is own.base.state
