@@ -247,6 +247,8 @@ class _Loop:
         start = time.monotonic()
         self._session.join(formation, offer)
         joined = time.monotonic()
+        if again and formation.rank == formation.root and not self._state._is_sharded:
+            self._state._steps.tell_what_is_kept(self._state.commits)
         self._state.sync(formation)
         self.swap.is_unequal = False
         self.committed()

@@ -34,6 +34,10 @@ OUTSIDE = (
     "{name} changes outside an optimizer's step: from now on tensors are copied at each commit. "
     "Change it between optimizer.step() and state.commit(), or give its optimizer to the state, to save that."
 )
+KEPT = (
+    "the training goes on from commit {commits}, but {what} since, and that could not be undone. "
+    "See “When nothing is copied” in the documentation."
+)
 
 
 class StepWatch:
@@ -153,6 +157,19 @@ class StepWatch:
 
     def _after_backward(self) -> None:
         self._accumulating = True
+
+    def tell_what_is_kept(self, commits: int) -> None:
+        """Print a line if the tensors are not those of the newest commit, which this rank sends to the others."""
+        changed = self._tensors.first_changed()
+        if self._contents.layout.changed():
+            what = "layers were added, replaced or removed"
+        elif self.has_stepped:
+            what = "an optimizer has stepped"
+        elif changed is not None:
+            what = f"{self._contents.names[changed]} has changed outside an optimizer's step"
+        else:
+            return
+        print_line(KEPT.format(commits=commits, what=what))
 
     def _copy_because_changed(self) -> None:
         self._changed_outside = True

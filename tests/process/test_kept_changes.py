@@ -1,0 +1,58 @@
+"""Changes since the newest commit that a break cannot undo, as commits copied nothing, are reported."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import nbelastic as nbe
+from tests.process.programs import network
+from tests.support.waiting import until
+
+
+@pytest.mark.parametrize("change", ["weight", "layer", "none"])
+def test_a_change_that_cannot_be_undone_is_said(make, tmp_path, change):
+    """Weights that an evaluation swaps for averaged ones: if a rank is lost meanwhile, the others train on with those."""
+
+    def program(folder):
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        model, optimizer = network()
+        state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+
+        @nbe.elastic
+        def loop(state):
+            ddp = DistributedDataParallel(state.model)
+            while state.step < 3:
+                optimizer.zero_grad()
+                ddp(torch.ones(2, 16)).sum().backward()
+                optimizer.step()
+                state.step += 1
+                state.commit()
+                if state.step < 3:
+                    continue
+                if change == "weight":
+                    with torch.no_grad():
+                        next(model.parameters()).zero_()
+                elif change == "layer":
+                    model.added = torch.nn.Linear(1, 1)
+                if nbe.rank() == 0:
+                    until((Path(folder) / "changed").exists, what="the change of rank 1")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                (Path(folder) / "changed").touch()
+                dist.barrier()
+            return nbe.size()
+
+        return loop(state)
+
+    cluster = make("localhost:2", min=1, max=2)
+    job = cluster.run(program, str(tmp_path))
+    job.wait(timeout=30)
+    lines = [line for line in str(job.logs()).splitlines() if "the training goes on from commit 3, but" in line]
+    assert len(lines) == (change != "none"), lines
+    if lines:
+        said = "layers were added" if change == "layer" else "has changed outside an optimizer's step"
+        assert said in lines[0]
