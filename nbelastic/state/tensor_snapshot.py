@@ -53,6 +53,7 @@ class TensorSnapshot:
         self._versions: list[int] | None = []
         self._copies: dict[int, Copy] = {}  # by the live tensor's id, which the copy's reference keeps its own
         self._expected: set[int] = set()  # ids of tensors that the next commit copies in any case
+        self._older: set[int] = set()  # ids of tensors whose copies are of an earlier commit: no change was counted
         self._stream: torch.cuda.Stream | None = None
         self._being_read: list[torch.Tensor] = []  # on that stream: their memory must not be used for anything else
 
@@ -82,9 +83,11 @@ class TensorSnapshot:
 
     def commit(self, tensors: Sequence[torch.Tensor], *, counted: bool = False) -> None:
         """`restore` returns to the present values. `counted`: a large tensor is copied only if a change of it was counted."""
-        self._versions = versions(self._watched)
+        before, self._versions = self._versions, versions(self._watched)
         if self.keep:
-            self._copy(tensors, counted)
+            unchanged = self._copy(tensors, counted)
+            is_later = bool(self._expected) or self._versions != before  # than the last commit: something has changed
+            self._older = unchanged if is_later else self._older & unchanged
         else:
             self.drop()
         self._expected.clear()
@@ -92,7 +95,7 @@ class TensorSnapshot:
     def drop(self) -> None:
         """Free the copies."""
         pinned = any(one.pinned for one in self._copies.values())
-        self._copies, self._being_read = {}, []
+        self._copies, self._being_read, self._older = {}, [], set()
         if pinned:
             free_pinned()
 
@@ -108,19 +111,29 @@ class TensorSnapshot:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def restore(self) -> None:
-        """Copy back all tensors, not only changed ones: changes through `.data` are not counted."""
+        """Copy back all tensors that the commit has copied, not only changed ones: changes through `.data` are not counted.
+
+        For the same reason an older copy may lack the changes of many steps. It is used only if a change was counted since.
+        """
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
-        known = [*self._copies.values()]
+        known = [one for one in self._copies.values() if not self._is_as_it_was(one)]
         for one in known:
             if not _fits(one.live, one):  # changed by resize_(), half() or through `.data`
                 one.live.data = torch.empty_like(one.copy, device=one.live.device)
         copy_all([one.copy for one in known], to=[one.live for one in known])
         if known:
-            self._copies = {id(one.live): one._replace(version=_version_of(one.live)) for one in known}
+            self._copies |= {id(one.live): one._replace(version=_version_of(one.live)) for one in known}
             self._versions = versions(self._watched)
 
-    def _copy(self, tensors: Sequence[torch.Tensor], counted: bool) -> None:
+    def _is_as_it_was(self, one: Copy) -> bool:
+        """Whether its copy is older than the commit, and nothing that is counted or expected has changed it since."""
+        key, version = id(one.live), _version_of(one.live)
+        same = key in self._older and key not in self._expected and version == one.version
+        return same and _fits(one.live, one)
+
+    def _copy(self, tensors: Sequence[torch.Tensor], counted: bool) -> set[int]:
+        """Returns the ids of tensors of which it keeps the copies that are there."""
         self._gpu = next((t.device for t in tensors if t.is_cuda), None)
         kept, new, changed = {}, [], []
         for tensor in tensors:
@@ -138,6 +151,7 @@ class TensorSnapshot:
         made = [Copy(live, copy, version, pinned) for (live, version, pinned), copy in zip(new, memory, strict=True)]
         self._copy_now_or_later(changed + made)
         self._copies = {**kept, **{id(one.live): one for one in made}}
+        return kept.keys() - {id(one.live) for one in changed}
 
     def _copy_now_or_later(self, copies: list[Copy]) -> None:
         targets = [one.copy for one in copies]

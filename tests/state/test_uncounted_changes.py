@@ -117,6 +117,29 @@ def test_a_fused_optimizer_s_tensors_are_copied_and_a_frozen_layer_s_are_not(gro
     assert all(map(torch.equal, numbers(model, optimizer), before))
 
 
+def test_a_large_target_network_is_not_reset_to_its_first_values(group, begun):
+    """Reinforcement learning moves it through `.data`, which is not counted: it was copied once, many commits ago."""
+    model, optimizer = fused()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    for _ in range(3):
+        step(model, optimizer)
+        step(model, optimizer)
+        model[2].weight.data.add_(1)
+        state.commit()
+    moved = model[2].weight.tolist()
+    step(model, optimizer)
+    state.restore()
+    assert model[2].weight.tolist() == moved
+    with torch.no_grad():
+        model[2].weight.add_(1)  # this is counted
+    state.commit()
+    counted = model[2].weight.tolist()
+    with torch.no_grad():
+        model[2].weight.zero_()
+    state.restore()
+    assert model[2].weight.tolist() == counted
+
+
 def test_outside_a_job_no_count_is_trusted():
     """No hook reports the steps there, so each commit copies all tensors."""
     model, optimizer = fused()
