@@ -160,7 +160,7 @@ class Writer:
 
         def complete() -> Path:
             try:
-                check_plain(record)
+                check_plain([record])  # in a list, as its keys are not names that the user has given
                 whole, paths = names.whole_values(record)
             except Exception as error:
                 files.write_failure(temporary, 0, error)

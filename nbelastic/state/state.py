@@ -185,7 +185,7 @@ class State:
         self._steps.start(session, lambda: self._record)
         self.commits, self._began_at, self._modes = 0, 0, Modes()
         self._survey()
-        check_plain(describe([self._contents.small(), self._contents.extra.live()], []))
+        check_plain(describe({**self._contents.extra.live(), **self._contents.small()}, []))
         self._record_start()
 
     def end(self) -> None:

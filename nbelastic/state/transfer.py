@@ -296,8 +296,17 @@ def wait_for_all(works: list[Any]) -> None:
 
 
 def check_plain(value: Any) -> None:
-    """StateError if a receiver would refuse `value`."""
-    from_bytes(bytes(to_bytes(value)))
+    """StateError if a receiver would refuse `value`. Of a dict, it names the first key whose value is refused."""
+    try:
+        from_bytes(bytes(to_bytes(value)))
+    except StateError:
+        for name, item in value.items() if isinstance(value, dict) else ():
+            try:
+                from_bytes(bytes(to_bytes(item)))
+            except StateError as error:
+                text = str(error).replace("the state holds", f"the state's {name!r} is or holds", 1)
+                raise StateError(text) from None
+        raise
 
 
 def why_not_plain(error: Exception) -> str:

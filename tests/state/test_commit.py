@@ -314,9 +314,9 @@ def test_outside_a_job_every_commit_is_copied():
 
 @pytest.mark.parametrize("value", [object(), {1: np.zeros(3)}, [lambda: 0]])
 def test_data_that_is_not_plain_is_refused_at_once(begun, value):
-    """Data that is not plain is refused when the elastic loop begins, not when a newcomer joins."""
-    with pytest.raises(StateError, match="not plain data"):
-        begun(TorchState(thing=value))
+    """Data that is not plain is refused when the elastic loop begins, not when a newcomer joins. The error names the value."""
+    with pytest.raises(StateError, match="the state's 'thing' is or holds something that is not plain data"):
+        begun(TorchState(step=0, thing=value))
 
 
 @pytest.mark.parametrize("steps", [1, 2])  # per commit: with two of them it copies tensors
