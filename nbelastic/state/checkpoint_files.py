@@ -94,7 +94,7 @@ def names(described: Any) -> tuple[str, ...]:
 
 
 def _paths(described: Any, path: str) -> Iterator[str]:
-    if isinstance(described, tuple) and described[:1] == (TENSOR,):
+    if isinstance(described, tuple) and described and isinstance(described[0], str) and described[0] == TENSOR:
         yield path
     elif isinstance(described, (dict, list, tuple)):
         items = described.items() if isinstance(described, dict) else enumerate(described)

@@ -71,7 +71,7 @@ def destinations(description: Any, mine: Any, device: torch.device) -> Iterator[
 
 
 def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 5 and value[0] == TENSOR
+    return isinstance(value, tuple) and len(value) == 5 and isinstance(value[0], str) and value[0] == TENSOR
 
 
 class Channel:

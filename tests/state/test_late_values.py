@@ -1,5 +1,6 @@
-"""Values that the program assigns during a job: models, schedulers of another class; and optimizers inside others."""
+"""Values that the program assigns or fills during a job: models, other schedulers, arrays; and optimizers inside others."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,3 +94,20 @@ def test_an_optimizer_inside_another_must_be_in_the_state(begun):
     momentum = own.base.state[model.weight]["momentum_buffer"]
     assert torch.equal(momentum, sharp.base.state[sender.model.weight]["momentum_buffer"])
     assert TorchState(model=model, optimizer=Wrapped(own.base)).optimizer.state is own.base.state
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_transitions_of_arrays_are_saved_and_sent_if_arrays_are_allowed(begun, tmp_path, length):
+    """A replay buffer has (observation, action, reward, next observation, end): an array cannot be compared with a text."""
+    arrays = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("float64"))]
+    with torch.serialization.safe_globals(arrays):
+        state = begun(TorchState(replay=[]))
+        state.replay.append((np.ones(3), 1, 0.5, np.zeros(3), False)[:length])
+        state.commit()
+        state.save(tmp_path).wait()
+        loaded, newcomer = TorchState(replay=[]), begun(TorchState(replay=[]))
+        loaded.load(tmp_path)
+        receive(newcomer, state)
+        for other in (loaded, newcomer):
+            assert other.replay[0][0].tolist() == [1, 1, 1]
+            assert other.replay[0][1:3] == state.replay[0][1:3]
