@@ -194,7 +194,7 @@ class Contents:
         """All live values, in the form in which they are sent."""
         return {
             "small": self.small(),
-            "kinds": {name: type(value).__name__ for name, value in self.values.items()},
+            "kinds": self._kinds(),
             "extra": self.extra.live(),
             "requires_grad": self.requires_grad(),
             "modules": {
@@ -208,12 +208,20 @@ class Contents:
             },
         }
 
+    def _kinds(self) -> dict[str, str]:
+        """The class of each scheduler or the like: its `state_dict()` means something else to another class."""
+        small = {name: value for name, value in self.values.items() if not isinstance(value, LARGE)}
+        return {name: type(value).__name__ for name, value in small.items() if hasattr(value, "load_state_dict")}
+
     def check_received(self, described: dict[str, Any]) -> None:
         """StateError if an optimizer here cannot get the received parameter groups, or a scheduler is of another class."""
-        kinds = described.get("kinds", {})  # checkpoints of older versions have none
-        for name, value in self.values.items():
-            if name in kinds and hasattr(value, "load_state_dict") and not isinstance(value, LARGE):
-                optimizers.check_kind(name, value, kinds[name], "the received state: make the same object.")
+        mine = self._kinds()
+        theirs = described.get("kinds", mine)  # checkpoints of older versions have none
+        for name in [name for name in self.values if mine.get(name) != theirs.get(name)]:
+            here, there = mine.get(name, "none"), theirs.get(name, "none")
+            raise StateError(
+                f"the class of {name} is {here} here and {there} in the received state: make the same object before the elastic loop."
+            )
         for name, optimizer in self.named(torch.optim.Optimizer).items():
             optimizers.check_groups(name, optimizer, described["optimizers"][name], self.names)
 

@@ -118,9 +118,9 @@ def check_groups(name: str, optimizer: Optimizer, wanted: dict[str, Any], names:
         raise StateError(f"{name} has a group with {missing[0]} in the received state, and none here.")
 
 
-def check_kind(name: str, value: object, wanted: str | None, source: str) -> None:
-    """StateError unless an optimizer or a scheduler is of the class `wanted` there, as entries mean something else. None: not known."""
-    kind = type(value).__name__
+def check_kind(name: str, optimizer: Optimizer, wanted: str | None, source: str) -> None:
+    """StateError if the optimizer is of the class `wanted` there: its entries mean something else. None: it is not known."""
+    kind = type(optimizer).__name__
     if wanted not in (None, kind):
         raise StateError(f"the class of {name} is {kind} here and {wanted} in {source}")
 

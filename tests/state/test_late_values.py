@@ -35,24 +35,39 @@ def test_a_newcomer_without_the_late_model_says_what_it_has_instead(begun):
         receive(newcomer, sender)
 
 
-@pytest.mark.parametrize("later", ["CosineAnnealingLR", "NoneType", "LinearLR"])
-def test_a_scheduler_of_another_class_is_refused(begun, later):
+WARM_UP, COSINE = lr_scheduler.LinearLR, lr_scheduler.CosineAnnealingLR
+
+
+def with_scheduler(begun, kind):
+    model, optimizer = network()
+    scheduler = None if kind is None else kind(optimizer) if kind is WARM_UP else kind(optimizer, 20)
+    return begun(TorchState(model=model, optimizer=optimizer, scheduler=scheduler))
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(WARM_UP, COSINE), (WARM_UP, None), (None, COSINE)])
+def test_a_scheduler_of_another_class_is_refused(begun, mine, theirs, tmp_path):
     """The values of one class would give another learning rate in another, so the ranks' models would differ."""
-    states = []
-    for _ in range(2):
-        model, optimizer = network()
-        warm_up = lr_scheduler.LinearLR(optimizer, total_iters=9)
-        states.append(begun(TorchState(model=model, optimizer=optimizer, scheduler=warm_up)))
-    sender, newcomer = states
-    if later != "LinearLR":
-        cosine = lr_scheduler.CosineAnnealingLR(sender.optimizer, 20)
-        sender.scheduler = cosine if later == "CosineAnnealingLR" else None
+    here, there = (kind.__name__ if kind else "none" for kind in (mine, theirs))
+    sender = with_scheduler(begun, theirs)
     sender.commit()
-    if later == "LinearLR":
-        receive(newcomer, sender)
-        return
-    with pytest.raises(StateError, match=f"the class of scheduler is LinearLR here and {later} in the received state"):
-        receive(newcomer, sender)
+    sender.save(tmp_path).wait()
+    for take in (lambda state: receive(state, sender), lambda state: state.load(tmp_path)):
+        with pytest.raises(
+            StateError, match=f"the class of scheduler is {here} here and {there} in the received state"
+        ):
+            take(with_scheduler(begun, mine))
+
+
+@pytest.mark.parametrize("kind", [WARM_UP, COSINE, None])
+def test_a_scheduler_of_the_same_class_is_received(begun, kind):
+    """So is None, if no rank has one yet."""
+    sender, newcomer = with_scheduler(begun, kind), with_scheduler(begun, kind)
+    if kind is not None:
+        sender.optimizer.step()
+        sender.scheduler.step()
+    sender.commit()
+    receive(newcomer, sender)
+    assert kind is None or newcomer.scheduler.last_epoch == 1
 
 
 class Sharp(torch.optim.Optimizer):
@@ -99,7 +114,7 @@ def test_an_optimizer_inside_another_must_be_in_the_state(begun):
 @pytest.mark.parametrize("length", [1, 5])
 def test_transitions_of_arrays_are_saved_and_sent_if_arrays_are_allowed(begun, tmp_path, length):
     """A replay buffer has (observation, action, reward, next observation, end): an array cannot be compared with a text."""
-    arrays = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("float64"))]
+    arrays = [np.ones(1).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype("float64"))]
     with torch.serialization.safe_globals(arrays):
         state = begun(TorchState(replay=[]))
         state.replay.append((np.ones(3), 1, 0.5, np.zeros(3), False)[:length])
