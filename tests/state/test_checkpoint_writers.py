@@ -77,7 +77,7 @@ def test_a_rank_0_that_was_cut_off_saves_no_old_commit(tmp_path):
 
 
 def test_a_rank_that_cannot_return_to_the_last_commit_does_not_save_it(tmp_path, monkeypatch):
-    """An optimizer step was interrupted: what the rank holds is no commit."""
+    """An optimizer step was interrupted: the rank holds half of one."""
     plan, state = saving.Plan(str(tmp_path), 100, 3, lambda: True), counter(7)
     monkeypatch.setattr(type(state), "clean", False)
     plan.ended(state, turn=0)
