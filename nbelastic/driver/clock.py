@@ -32,11 +32,13 @@ class Clock:
         self.absent = 0.0  # seconds of all absences so far, including suspends
         self._excused = self._seen  # silence before this (monotonic) time is ignored
         self._held_until: float | None = None  # (monotonic) while messages wait unread
+        self._held = 0.0  # seconds for which this clock was held
 
     @property
     def is_held(self) -> bool:
         """Whether this clock stands still, as messages wait unread."""
-        return self._held_until is not None and self._seen < self._held_until
+        until = self._held_until
+        return until is not None and self._seen < until
 
     def hold(self, *, hold: bool) -> None:
         """Stand still while messages wait unread: what a deadline waits for may be among them.
@@ -57,11 +59,16 @@ class Clock:
         self._seen, self._suspended = seen, suspended
         if was_held or gap > self._max_gap:
             self.skipped += gap
+            self._held += gap if gap <= self._max_gap else 0.0
         absence = sum(seconds for seconds in (gap, asleep) if seconds > self._max_gap)
         if absence:
             self.absent += absence
             self._excused = seen + min(absence, MAX_EXCUSED)
         return seen - self.skipped
+
+    def awake(self) -> float:
+        """The time without absences only: what is measured, such as the time since a commit, goes on while deadlines wait."""
+        return self.now() + self._held
 
     def machine_time(self, at: float) -> float:
         """The machine's monotonic time at a time `at` since the last absence. A time of day is made from it."""

@@ -25,7 +25,7 @@ USUAL_COMMITS = 5.0  # times the generation's usual time between commits: a shor
 
 
 class StallDetector:
-    """Measures the time since the running world's last commit."""
+    """Measures the time since the running world's last commit. All times are those of `Clock.awake()`."""
 
     def __init__(self) -> None:
         self._newest = (0, -1)  # generation and commits
@@ -101,7 +101,7 @@ class Liveness:
         while True:
             await asyncio.sleep(self._interval)
             await read_turn()
-            now, cluster = self._clock.now(), self._cluster()
+            now, cluster = self._clock.awake(), self._cluster()
             self._record_absence()
             self._note_backlog(cluster)
             silences = self._check_hosts(cluster, now)

@@ -271,7 +271,7 @@ class ReceivedMessages:
         received_at = self._clock.machine_time(now)
         if message.commit:  # a newcomer has made none yet
             telemetry.steps[message.worker] = message.commit
-        self._stall_detector.note_commits(message.generation, message.commit, now)
+        self._stall_detector.note_commits(message.generation, message.commit, self._clock.awake())
         telemetry.add_commit(message.commit, now)
         is_rank_0 = bool(cluster.members) and message.worker == cluster.members[0]
         if message.copies is not None and message.generation == cluster.generation:
@@ -286,7 +286,7 @@ class ReceivedMessages:
             self._compare_speed(message.worker, message.own, now)
         if is_rank_0:
             self._add_report(message.worker, message.commit, message.report)
-            telemetry.measure_speed(now, message.commit)
+            telemetry.measure_speed(self._clock.awake(), message.commit)
         if message.first is not None:
             self._note_recovery(message)
         if message.first is not None and message.generation == cluster.generation:

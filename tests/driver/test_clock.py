@@ -123,3 +123,16 @@ def test_the_lease_of_a_kept_cluster_does_not_expire_during_a_stop(tmp_path):
     machine.run(10)
     machine.stop(30_000)
     assert clients.alone_for == 10.0
+
+
+def test_what_is_measured_goes_on_while_deadlines_wait():
+    """The speed of a training is not higher because the driver reads late. An absence does not count in either time."""
+    machine = Machine()
+    machine.run(10)
+    machine.clock.hold(hold=True)
+    machine.run(10)
+    assert (machine.clock.now(), machine.clock.awake()) == (1010.0, 1020.0)
+    machine.clock.hold(hold=False)
+    machine.run(5)
+    machine.stop(600)
+    assert (machine.clock.now(), machine.clock.awake()) == (1015.0, 1025.0)

@@ -230,3 +230,20 @@ def test_the_announced_end_of_a_host_waits_for_no_message(tmp_path):
             assert "world-broken" in fakes.kinds()
 
     run_story(story)
+
+
+def test_a_silent_host_is_lost_in_time_while_deadlines_wait(tmp_path):
+    """The driver reads every connection in turn, so it knows that this host has sent nothing, though some queues are long."""
+
+    async def story():
+        async with training(tmp_path, "a,b", min=1) as fakes:
+            fakes.train()
+            messages, silence = fakes.server.backlog.messages, fakes.driver.settings.silence
+            messages.end(asyncio.get_running_loop().time())
+            messages.begin()
+            fakes.silent.add("b")
+            await fakes.advance_time(silence + 3.0)
+            assert fakes.driver._clock.is_held
+            assert "host-lost" in fakes.kinds()
+
+    run_story(story)
