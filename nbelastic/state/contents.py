@@ -73,7 +73,7 @@ class Contents:
                 if all(inner is not known for known in self.optimizers()):
                     raise StateError(
                         f"{name}.{key} is an optimizer of its own, whose tensors would be lost: give it to the state too, "
-                        f"as TorchState({name}={name}, {key}={name}.{key}, …)."
+                        f"as TorchState({name}={name}, {key.strip('_')}={name}.{key}, …)."
                     )
         self.grouped, self._surveyed = self._count_grouped(), self._large_values()
 

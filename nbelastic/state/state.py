@@ -87,6 +87,7 @@ class State:
             raise StateError(f"{name!r} cannot be replaced by another object: load new values into it.")
         check(name, value)
         values[name] = value
+        self._steps.watch(value)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Call these in order on each rank, after a new group exists and before training resumes; not at the start."""

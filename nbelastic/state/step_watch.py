@@ -48,7 +48,9 @@ class StepWatch:
         self._contents = contents
         self._tensors = tensors
         self._session: Session | None = None
+        self._record: Callable[[], CommitRecord] | None = None
         self._hooks: list[Any] = []
+        self._watched: list[torch.optim.Optimizer] = []
         self._replays = ReplayWatch(lambda: contents.names)
         self._steps: Counter[int] = Counter()  # steps begun since the last commit, by the optimizer's id
         self._collectives = 0  # the count of collectives at the first of these steps
@@ -74,26 +76,35 @@ class StepWatch:
 
         `record()` is that of the last commit: it keeps what an optimizer has before a program loads other values into it.
         """
-        self._session = session
-        before_step = torch.compiler.disable(self._before_step)  # of a compiled step it runs before each call, too
-        self._hooks += [o.register_step_pre_hook(before_step) for o in self._contents.optimizers()]
-
-        def before_load(optimizer: torch.optim.Optimizer, _: object) -> None:
-            if not self._steps:
-                record().keep_entries(optimizer)
-
-        self._hooks += [o.register_load_state_dict_pre_hook(before_load) for o in self._contents.optimizers()]
+        self._session, self._record = session, record
+        for optimizer in self._contents.optimizers():
+            self.watch(optimizer)
         self._hooks.append(BackwardHook(self._after_backward))
         self._replays.start()
         self.copying = ""
         self._changed_outside = self._calm = False
         self.clear_steps()
 
+    def watch(self, value: Any) -> None:
+        """If this value is an optimizer, watch it too, until `stop()`. A program may assign one late."""
+        is_new = isinstance(value, torch.optim.Optimizer) and all(value is not known for known in self._watched)
+        if self._session is None or not is_new:
+            return
+
+        def before_load(optimizer: torch.optim.Optimizer, _: object) -> None:
+            if not self._steps and self._record is not None:
+                self._record().keep_entries(optimizer)
+
+        before_step = torch.compiler.disable(self._before_step)  # of a compiled step it runs before each call, too
+        self._hooks.append(value.register_step_pre_hook(before_step))
+        self._hooks.append(value.register_load_state_dict_pre_hook(before_load))
+        self._watched.append(value)
+
     def stop(self) -> None:
         """Remove the hooks: they and the model would keep each other in memory."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._session = [], None
+        self._hooks, self._watched, self._session, self._record = [], [], None, None
         self._replays.stop()
 
     def clear_steps(self) -> None:

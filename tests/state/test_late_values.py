@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from nbelastic import StateError, TorchState
-from tests.state.training import network, receive, step
+from tests.state.training import copies, network, receive, step
 
 
 def test_a_model_that_is_assigned_late_is_part_of_the_next_commit(group, begun):
@@ -24,6 +24,23 @@ def test_a_model_that_is_assigned_late_is_part_of_the_next_commit(group, begun):
     state.average.update_parameters(model)
     state.restore()
     assert [p.tolist() for p in state.average.parameters()] == committed
+
+
+def test_the_steps_of_an_optimizer_that_is_assigned_late_are_noticed(group, begun):
+    """Nothing else counts the changes of a fused one: a rank that had stepped was taken for one that is at its commit."""
+    model, optimizer = network()
+    head = nn.Linear(4, 3)
+    state = begun(TorchState(model=model, optimizer=optimizer, head=head, late=None))
+    state.late = torch.optim.Adam(head.parameters(), fused=True)
+    state.late = state.late  # as when the function is called again
+    step(head, state.late)
+    state.commit()
+    assert state.clean
+    assert not copies(state)
+    step(head, state.late)
+    assert not state.clean
+    with pytest.raises(StateError, match="the tensors have changed since the last commit"):
+        state.restore()
 
 
 def test_a_newcomer_without_the_late_model_says_what_it_has_instead(begun):
@@ -75,11 +92,11 @@ class Sharp(torch.optim.Optimizer):
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
-        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
-        self.param_groups = self.base.param_groups
+        self._base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self._base.param_groups
 
     def step(self):
-        self.base.step()
+        self._base.step()
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -96,19 +113,19 @@ def test_an_optimizer_inside_another_must_be_in_the_state(begun):
     """Newcomers would not get its momentum, and their models would differ from then on."""
     model, _ = network()
     sharp = Sharp(model.parameters())
-    with pytest.raises(StateError, match=r"sharp\.base is an optimizer of its own.*sharp=sharp, base=sharp\.base"):
+    with pytest.raises(StateError, match=r"sharp\._base is an optimizer of its own.*sharp=sharp, base=sharp\._base"):
         TorchState(model=model, sharp=sharp)
-    sender = begun(TorchState(model=model, sharp=sharp, base=sharp.base))
+    sender = begun(TorchState(model=model, sharp=sharp, base=sharp._base))
     model(torch.ones(2, 4)).sum().backward()
     sharp.step()
     sender.commit()
     model, _ = network()
     own = Sharp(model.parameters())
-    newcomer = begun(TorchState(model=model, sharp=own, base=own.base))
+    newcomer = begun(TorchState(model=model, sharp=own, base=own._base))
     receive(newcomer, sender)
-    momentum = own.base.state[model.weight]["momentum_buffer"]
-    assert torch.equal(momentum, sharp.base.state[sender.model.weight]["momentum_buffer"])
-    assert TorchState(model=model, optimizer=Wrapped(own.base)).optimizer.state is own.base.state
+    momentum = own._base.state[model.weight]["momentum_buffer"]
+    assert torch.equal(momentum, sharp._base.state[sender.model.weight]["momentum_buffer"])
+    assert TorchState(model=model, optimizer=Wrapped(own._base)).optimizer.state is own._base.state
 
 
 @pytest.mark.parametrize("length", [1, 5])
