@@ -129,9 +129,13 @@ class Liveness:
             self._record(cmd.Record("driver-away", f"the driver did not run for {seconds:.0f} s: {why}"))
 
     def _note_backlog(self, cluster: ClusterState) -> None:
-        """Let deadlines wait for messages that are unread. The end of a host waits for nothing: it is announced for a time of day."""
+        """Let deadlines wait for messages that are unread, but not the end of a host, which is announced for a time of day.
+
+        Nor does the end of the cluster: a client waits no longer than the time that the user gave, and kills the driver then.
+        """
         seconds = self._agents.unread_seconds()
-        self._clock.hold(hold=seconds > self._interval and not cluster.ending)
+        is_promised = cluster.ending or cluster.ending_nodes or cluster.stopping
+        self._clock.hold(hold=seconds > self._interval and not is_promised)
         # A busy driver may never see that nothing is unread: it is late no longer once it reads within a heartbeat.
         was_late, self._is_late = self._is_late, seconds > (self._interval if self._is_late else self._max_silence)
         if self._is_late and not was_late:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from types import SimpleNamespace
 
+from nbelastic.client.stopping import CLOSING_TIMEOUT
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.clock import MAX_HELD, Clock
 from nbelastic.driver.liveness import MAX_CHECK_DELAY, Liveness
@@ -38,6 +39,8 @@ class Checks:
             hosts={"a": SimpleNamespace(phase=None)},
             disconnected={},
             ending={},
+            ending_nodes={},
+            stopping="",
             phase="waiting",
             members=[],
             generation=1,
@@ -245,5 +248,23 @@ def test_a_silent_host_is_lost_in_time_while_deadlines_wait(tmp_path):
             await fakes.advance_time(silence + 3.0)
             assert fakes.driver._clock.is_held
             assert "host-lost" in fakes.kinds()
+
+    run_story(story)
+
+
+def test_the_end_of_the_cluster_waits_for_no_message(tmp_path):
+    """Programs had half a minute more than the user gave, and the client had killed the driver by then."""
+
+    async def story():
+        async with training(tmp_path, "a,b", min=2) as fakes:
+            fakes.train()
+            hold_back_messages(fakes)
+            await fakes.advance_time(2.0)
+            fakes.driver.post(ev.StopRequested("by the test", within=5.0))
+            await fakes.advance_time(4.0)
+            assert "worker-killed" not in fakes.kinds()
+            await fakes.advance_time(1.0 + CLOSING_TIMEOUT)
+            assert "worker-killed" in fakes.kinds()
+            assert fakes.ended
 
     run_story(story)
