@@ -33,6 +33,7 @@ class Clock:
         self._excused = self._seen  # silence before this (monotonic) time is ignored
         self._held_until: float | None = None  # (monotonic) while messages wait unread
         self._held = 0.0  # seconds for which this clock was held
+        self._ran_since = -MAX_HELD + self._seen  # (monotonic) the end of the last hold
 
     @property
     def is_held(self) -> bool:
@@ -43,13 +44,15 @@ class Clock:
     def hold(self, *, hold: bool) -> None:
         """Stand still while messages wait unread: what a deadline waits for may be among them.
 
-        For at most `MAX_HELD` seconds, until `hold=False`.
+        For at most `MAX_HELD` seconds, until `hold=False`, and for no longer than it has run since the last hold: a driver
+        that is late again and again goes on with its deadlines too.
         """
         self.now()
-        if not hold:
+        if hold and self._held_until is None:
+            self._held_until = self._seen + min(MAX_HELD, self._seen - self._ran_since)
+        elif not hold and self._held_until is not None:
+            self._ran_since = min(self._seen, self._held_until)
             self._held_until = None
-        elif self._held_until is None:
-            self._held_until = self._seen + MAX_HELD
 
     def now(self) -> float:
         """The time. This call detects absences, so only the driver's thread may make it."""
