@@ -262,7 +262,7 @@ def bind_values(values: Mapping[str, Any], taken: Collection[str]) -> Bound:
                 "give numbers to ShardedState() itself."
             )
         else:
-            check_plain(describe(value.state_dict(), []))
+            check_plain(describe({name: value.state_dict()}, []))
     if not modules:
         raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
     bound = Bound(modules, trained_by)

@@ -350,7 +350,10 @@ class Unplain:
         ({}, r"bind\(\) needs the sharded model"),
         ({"step": linear()}, "'step' cannot be the name of a bound value"),
         ({"commit": linear()}, "'commit' cannot be the name of a bound value"),
-        ({"model": linear().requires_grad_(False), "schedule": Unplain()}, "holds something that is not plain data"),
+        (
+            {"model": linear().requires_grad_(False), "schedule": Unplain()},
+            "'schedule' is or holds something that is not plain",
+        ),
     ],
 )
 def test_values_that_cannot_be_bound(values, message):
