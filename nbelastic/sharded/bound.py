@@ -265,6 +265,7 @@ def bind_values(values: Mapping[str, Any], taken: Collection[str]) -> Bound:
             check_plain(describe({name: value.state_dict()}, []))
     if not modules:
         raise StateError("bind() needs the sharded model: bind(model=model, optimizer=optimizer).")
+    optimizers.check_inner(trained_by, "bind")
     bound = Bound(modules, trained_by)
     check_plain(describe(bound.extra.live(), []))
     return bound

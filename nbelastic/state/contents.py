@@ -69,12 +69,7 @@ class Contents:
                     f"{name} trains {unknown} parameters of no model in the state: put that model into the state too, "
                     "and replace layers before you make the optimizer."
                 )
-            for key, inner in optimizers.inner(optimizer).items():
-                if all(inner is not known for known in self.optimizers()):
-                    raise StateError(
-                        f"{name}.{key} is an optimizer of its own, whose tensors would be lost: give it to the state too, "
-                        f"as TorchState({name}={name}, {key.strip('_')}={name}.{key}, …)."
-                    )
+        optimizers.check_inner(self.named(torch.optim.Optimizer), "TorchState")
         self.grouped, self._surveyed = self._count_grouped(), self._large_values()
 
     def is_outdated(self) -> bool:

@@ -52,6 +52,17 @@ def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     return {name: value for name, value in held.items() if value.state is not optimizer.state}
 
 
+def check_inner(named: Mapping[str, Optimizer], call: str) -> None:
+    """StateError if one of these holds an optimizer that is not among them. `call`: the name of what takes them."""
+    for name, optimizer in named.items():
+        for key, held in inner(optimizer).items():
+            if all(held is not known for known in named.values()):
+                raise StateError(
+                    f"{name}.{key} is an optimizer of its own, whose tensors would be lost: give it to the state too, "
+                    f"as {call}({name}={name}, {key.strip('_')}={name}.{key}, …)."
+                )
+
+
 def shared(optimizer: Optimizer) -> dict[Any, Any]:
     """The entries of its state that belong to no parameter."""
     return {key: entry for key, entry in optimizer.state.items() if not isinstance(key, torch.Tensor)}

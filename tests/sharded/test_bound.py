@@ -343,9 +343,21 @@ class Unplain:
         raise NotImplementedError
 
 
+MODEL = linear()
+
+
+class Sharp(torch.optim.SGD):
+    """As SAM: it has another optimizer."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.base = torch.optim.SGD(self.param_groups, momentum=0.9)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"model": MODEL, "sharp": Sharp(MODEL.parameters())}, r"as bind\(sharp=sharp, base=sharp\.base, …\)"),
         ({"optimizer": 1}, r"bind\(optimizer=…\) takes models, optimizers and what has a state_dict\(\), not int"),
         ({}, r"bind\(\) needs the sharded model"),
         ({"step": linear()}, "'step' cannot be the name of a bound value"),
