@@ -26,13 +26,14 @@ def test_a_change_that_cannot_be_undone_is_said(make, tmp_path, change):
         @nbe.elastic
         def loop(state):
             ddp = DistributedDataParallel(state.model)
-            while state.step < 3:
+            changed = Path(folder) / "changed"
+            while state.step < 3 or not changed.exists():
                 optimizer.zero_grad()
                 ddp(torch.ones(2, 16)).sum().backward()
                 optimizer.step()
                 state.step += 1
                 state.commit()
-                if state.step < 3:
+                if state.step < 3 or nbe.size() < 2:
                     continue
                 if change == "weight":
                     with torch.no_grad():
@@ -40,9 +41,9 @@ def test_a_change_that_cannot_be_undone_is_said(make, tmp_path, change):
                 elif change == "layer":
                     model.added = torch.nn.Linear(1, 1)
                 if nbe.rank() == 0:
-                    until((Path(folder) / "changed").exists, what="the change of rank 1")
+                    until(changed.exists, what="the change of rank 1")
                     os.kill(os.getpid(), signal.SIGKILL)
-                (Path(folder) / "changed").touch()
+                changed.touch()
                 dist.barrier()
             return nbe.size()
 
@@ -51,7 +52,7 @@ def test_a_change_that_cannot_be_undone_is_said(make, tmp_path, change):
     cluster = make("localhost:2", min=1, max=2)
     job = cluster.run(program, str(tmp_path))
     job.wait(timeout=30)
-    lines = [line for line in str(job.logs()).splitlines() if "the training goes on from commit 3, but" in line]
+    lines = [line for line in str(job.logs()).splitlines() if "the training goes on from commit" in line]
     assert len(lines) == (change != "none"), lines
     if lines:
         said = "layers were added" if change == "layer" else "has changed outside an optimizer's step"
