@@ -33,7 +33,7 @@ SAVED_LATER = {
     ev.LeaveAcknowledged,
     ev.WorkerHalted,
 }
-HELD_TICK = 0.25  # seconds between ticks while the clock stands still
+HELD_TICK = 0.25  # seconds between two looks at a clock that stands still
 SAVE_SOON = 0.1  # seconds within which what they change is saved, if no command follows from them
 # With many workers these come in thousands. The driver saves once for all that wait in the inbox one after the other.
 IN_BATCHES = {
@@ -126,7 +126,7 @@ class Decisions:
                 await self._has_arrived.wait()
             turn_ends = loop.time() + MAX_TURN
             self._decide_waiting()
-            while self._inbox and loop.time() < turn_ends:
+            while self._inbox and loop.time() < turn_ends and self.cluster.phase != "finished":
                 self._decide_waiting()
             await asyncio.sleep(0)
 
@@ -148,8 +148,14 @@ class Decisions:
         at = deadline(self.cluster, now)
         if at != float("inf"):
             loop = asyncio.get_running_loop()
-            soonest = HELD_TICK if self._clock.is_held else 0.0
-            self._deadline_timer = loop.call_later(max(at - now, soonest), self.post, ev.Ticked())
+            self._deadline_timer = loop.call_later(at - now, self._tick, at)
+
+    def _tick(self, at: float) -> None:
+        """The deadline has elapsed, unless the clock has stood still meanwhile, as it may still do."""
+        if self._clock.is_held and self._clock.now() < at:
+            self._deadline_timer = asyncio.get_running_loop().call_later(HELD_TICK, self._tick, at)
+        else:
+            self.post(ev.Ticked())
 
     def cancel_deadline_timer(self) -> None:
         if self._deadline_timer is not None:

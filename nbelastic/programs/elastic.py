@@ -126,8 +126,9 @@ class _Loop:
 
     @property
     def position(self) -> tuple[int, bool]:
-        """The newest commit, and whether the live tensors are those of that commit."""
-        return self._state.commits, self._state.clean and not self.swap.is_unequal
+        """The newest commit, and whether the live tensors are those of that commit, as far as is known."""
+        is_unknown = self.swap.is_unequal or self._state._tensors.has_moved
+        return self._state.commits, self._state.clean and not is_unknown
 
     def committed(self) -> None:
         """The state has made a commit, or has received one: rank 0 writes its step logs."""

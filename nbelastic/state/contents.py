@@ -215,7 +215,8 @@ class Contents:
         for name in [name for name in self.values if mine.get(name) != theirs.get(name)]:
             here, there = mine.get(name, "none"), theirs.get(name, "none")
             raise StateError(
-                f"the class of {name} is {here} here and {there} in the received state: make the same object before the elastic loop."
+                f"the class of {name} is {here} here and {there} in the received state: make the same object before "
+                "the elastic loop, as one SequentialLR for several schedulers in turn."
             )
         for name, optimizer in self.named(torch.optim.Optimizer).items():
             optimizers.check_groups(name, optimizer, described["optimizers"][name], self.names)

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 SMALL = 1 << 20  # bytes
+SAMPLES = 1024  # elements
 BLOCK = 1 << 30  # bytes; torch rounds a block of pinned memory up to a power of two
 ALIGNMENT = 64  # bytes
 CPU = torch.device("cpu")
@@ -54,6 +55,8 @@ class TensorSnapshot:
         self._copies: dict[int, Copy] = {}  # by the live tensor's id, which the copy's reference keeps its own
         self._expected: set[int] = set()  # ids of tensors that the next commit copies in any case
         self._older: set[int] = set()  # ids of tensors whose copies are of an earlier commit: no change was counted
+        self._moving: set[int] = set()  # ids of those that have changed all the same: each commit copies them
+        self.has_moved = False  # `restore` has found one, and does not know its values at the commit
         self._stream: torch.cuda.Stream | None = None
         self._being_read: list[torch.Tensor] = []  # on that stream: their memory must not be used for anything else
 
@@ -84,6 +87,8 @@ class TensorSnapshot:
     def commit(self, tensors: Sequence[torch.Tensor], *, counted: bool = False) -> None:
         """`restore` returns to the present values. `counted`: a large tensor is copied only if a change of it was counted."""
         before, self._versions = self._versions, versions(self._watched)
+        self._expected |= self._moving
+        self.has_moved = False
         if self.keep:
             unchanged = self._copy(tensors, counted)
             is_later = bool(self._expected) or self._versions != before  # than the last commit: something has changed
@@ -95,7 +100,7 @@ class TensorSnapshot:
     def drop(self) -> None:
         """Free the copies."""
         pinned = any(one.pinned for one in self._copies.values())
-        self._copies, self._being_read, self._older = {}, [], set()
+        self._copies, self._being_read, self._older, self._moving = {}, [], set(), set()
         if pinned:
             free_pinned()
 
@@ -114,10 +119,16 @@ class TensorSnapshot:
         """Copy back all tensors that the commit has copied, not only changed ones: changes through `.data` are not counted.
 
         For the same reason an older copy may lack the changes of many steps. It is used only if a change was counted since.
+        Else ranks that have not made the same changes differ: see `has_moved`.
         """
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
-        known = [one for one in self._copies.values() if not self._is_as_it_was(one)]
+        older = [one for one in self._copies.values() if self._is_as_it_was(one)]
+        moved = {id(one.live) for one in older if _differs(one)}
+        self._moving |= moved
+        self.has_moved = self.has_moved or bool(moved)
+        skipped = {id(one.live) for one in older}
+        known = [one for key, one in self._copies.items() if key not in skipped]
         for one in known:
             if not _fits(one.live, one):  # changed by resize_(), half() or through `.data`
                 one.live.data = torch.empty_like(one.copy, device=one.live.device)
@@ -183,6 +194,15 @@ def hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _version_of(tensor: torch.Tensor) -> int | None:
     found = versions((tensor,))
     return found[0] if found else None
+
+
+def _differs(one: Copy) -> bool:
+    """Whether the tensor differs from its copy in one of some `SAMPLES` elements: a target network moves as a whole."""
+    if not (one.live.is_contiguous() and one.copy.is_contiguous()):
+        return not torch.equal(one.live.detach().cpu(), one.copy.cpu())
+    step = max(1, one.live.numel() // SAMPLES)
+    mine, then = (tensor.detach().view(-1)[::step].cpu().contiguous() for tensor in (one.live, one.copy))
+    return not torch.equal(mine.view(torch.uint8), then.view(torch.uint8))
 
 
 def _fits(tensor: torch.Tensor, known: Copy) -> bool:

@@ -57,3 +57,44 @@ def test_a_change_that_cannot_be_undone_is_said(make, tmp_path, change):
     if lines:
         said = "layers were added" if change == "layer" else "has changed outside an optimizer's step"
         assert said in lines[0]
+
+
+def test_survivors_agree_on_a_target_network_that_one_of_them_has_moved(make, tmp_path):
+    """It moves through `.data`, which PyTorch does not count. One survivor was faster than the other when a rank was lost."""
+
+    def program(folder):
+        import torch
+        import torch.distributed as dist
+
+        model, optimizer = network()
+        target = torch.nn.Linear(600, 600, bias=False)  # more than a MiB
+        target.weight.data.zero_()
+        state = nbe.TorchState(model=model, target=target, optimizer=optimizer, step=0)
+
+        @nbe.elastic
+        def loop(state):
+            changed = Path(folder) / "changed"
+            while state.step < 4 or not changed.exists():
+                for _ in range(2):  # so commits copy
+                    optimizer.zero_grad()
+                    model(torch.ones(2, 16)).sum().backward()
+                    optimizer.step()
+                target.weight.data.add_(1)
+                state.step += 1
+                state.commit()
+                if state.step < 4 or nbe.size() < 3:
+                    continue
+                if nbe.rank() == 0:
+                    until(changed.exists, what="the change of rank 2")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if nbe.rank() == 2:
+                    target.weight.data.add_(1)
+                    changed.touch()
+                dist.barrier()
+            return float(target.weight[0, 0])
+
+        return loop(state)
+
+    cluster = make("localhost:3", min=2, max=3)
+    values = cluster.run(program, str(tmp_path)).result(timeout=30)
+    assert len({*values}) == 1, values

@@ -140,6 +140,45 @@ def test_a_large_target_network_is_not_reset_to_its_first_values(group, begun):
     assert model[2].weight.tolist() == counted
 
 
+def test_a_target_network_that_has_moved_since_is_received_once_and_copied_from_then_on(group, begun):
+    """Of two survivors at the same commit, one has moved it already. It is not known which: both differ until they receive it."""
+    model, optimizer = fused()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    for _ in range(3):
+        step(model, optimizer)
+        step(model, optimizer)
+        state.commit()
+    state.restore()
+    assert not state._tensors.has_moved
+    model[2].weight.data.add_(1)
+    state.restore()
+    assert state._tensors.has_moved
+    state.commit()
+    assert not state._tensors.has_moved
+    for _ in range(2):
+        step(model, optimizer)
+        model[2].weight.data.add_(1)
+        state.commit()
+        committed = model[2].weight.tolist()
+        model[2].weight.data.add_(1)
+        state.restore()
+        assert model[2].weight.tolist() == committed
+        assert not state._tensors.has_moved
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_a_large_tensor_of_any_type_is_compared(dtype):
+    """One that is not contiguous is compared as a whole."""
+    snapshot = tensor_snapshot.TensorSnapshot(keep=True)
+    base = torch.zeros(1200, 1000).to(dtype)
+    tensors = [base, base.clone().t()]
+    snapshot.commit(tensors)
+    for one in snapshot._copies.values():
+        assert not tensor_snapshot._differs(one)
+        one.live.fill_(1)
+        assert tensor_snapshot._differs(one)
+
+
 def test_outside_a_job_no_count_is_trusted():
     """No hook reports the steps there, so each commit copies all tensors."""
     model, optimizer = fused()
