@@ -212,8 +212,8 @@ class Contents:
         """StateError if an optimizer here cannot get the received parameter groups, or a scheduler is of another class."""
         mine = self._kinds()
         theirs = described.get("kinds", mine)  # checkpoints of older versions have none
-        for name in [name for name in self.values if mine.get(name) != theirs.get(name)]:
-            here, there = mine.get(name, "none"), theirs.get(name, "none")
+        for name in [name for name, kind in mine.items() if theirs.get(name) != kind]:
+            here, there = mine[name], theirs.get(name, "none")
             raise StateError(
                 f"the class of {name} is {here} here and {there} in the received state: make the same object before "
                 "the elastic loop, as one SequentialLR for several schedulers in turn."

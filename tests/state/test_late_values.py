@@ -61,18 +61,25 @@ def with_scheduler(begun, kind):
     return begun(TorchState(model=model, optimizer=optimizer, scheduler=scheduler))
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(WARM_UP, COSINE), (WARM_UP, None), (None, COSINE)])
-def test_a_scheduler_of_another_class_is_refused(begun, mine, theirs, tmp_path):
+@pytest.mark.parametrize(("theirs", "named"), [(COSINE, "CosineAnnealingLR"), (None, "none")])
+def test_a_scheduler_of_another_class_is_refused(begun, theirs, named, tmp_path):
     """The values of one class would give another learning rate in another, so the ranks' models would differ."""
-    here, there = (kind.__name__ if kind else "none" for kind in (mine, theirs))
+    problem = f"the class of scheduler is LinearLR here and {named} in the received state"
     sender = with_scheduler(begun, theirs)
     sender.commit()
     sender.save(tmp_path).wait()
     for take in (lambda state: receive(state, sender), lambda state: state.load(tmp_path)):
-        with pytest.raises(
-            StateError, match=f"the class of scheduler is {here} here and {there} in the received state"
-        ):
-            take(with_scheduler(begun, mine))
+        with pytest.raises(StateError, match=problem):
+            take(with_scheduler(begun, WARM_UP))
+
+
+def test_a_scheduler_that_the_function_makes_at_its_top_may_be_none_before(begun):
+    """Each rank makes it anew there, whatever it has received."""
+    sender, newcomer = with_scheduler(begun, COSINE), with_scheduler(begun, None)
+    sender.commit()
+    receive(newcomer, sender)
+    newcomer.scheduler = COSINE(newcomer.optimizer, 20)
+    newcomer.commit()
 
 
 @pytest.mark.parametrize("kind", [WARM_UP, COSINE, None])
