@@ -201,8 +201,10 @@ def _differs(one: Copy) -> bool:
     if not (one.live.is_contiguous() and one.copy.is_contiguous()):
         return not torch.equal(one.live.detach().cpu(), one.copy.cpu())
     step = max(1, one.live.numel() // SAMPLES)
-    mine, then = (tensor.detach().view(-1)[::step].cpu().contiguous() for tensor in (one.live, one.copy))
-    return not torch.equal(mine.view(torch.uint8), then.view(torch.uint8))
+    # as bytes: torch cannot copy parts of tensors of some types
+    both = (tensor.detach().view(-1).view(torch.uint8) for tensor in (one.live, one.copy))
+    mine, then = (elements.view(-1, one.live.element_size())[::step].cpu() for elements in both)
+    return not torch.equal(mine, then)
 
 
 def _fits(tensor: torch.Tensor, known: Copy) -> bool:
