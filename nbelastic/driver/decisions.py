@@ -125,7 +125,6 @@ class Decisions:
                 self._has_arrived.clear()
                 await self._has_arrived.wait()
             turn_ends = loop.time() + MAX_TURN
-            self._decide_waiting()
             while self._inbox and loop.time() < turn_ends and self.cluster.phase != "finished":
                 self._decide_waiting()
             await asyncio.sleep(0)

@@ -123,12 +123,11 @@ class TensorSnapshot:
         """
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
-        older = [one for one in self._copies.values() if self._is_as_it_was(one)]
-        moved = {id(one.live) for one in older if _differs(one)}
+        older = {key: one for key, one in self._copies.items() if self._is_as_it_was(one)}
+        moved = {key for key, one in older.items() if _differs(one)}
         self._moving |= moved
         self.has_moved = self.has_moved or bool(moved)
-        skipped = {id(one.live) for one in older}
-        known = [one for key, one in self._copies.items() if key not in skipped]
+        known = [one for key, one in self._copies.items() if key not in older]
         for one in known:
             if not _fits(one.live, one):  # changed by resize_(), half() or through `.data`
                 one.live.data = torch.empty_like(one.copy, device=one.live.device)
