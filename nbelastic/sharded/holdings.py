@@ -10,19 +10,21 @@ from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Origin, Statement
 from nbelastic.state.checks import frozen_value
+from nbelastic.state.contents import Contents
 from nbelastic.state.tensor_snapshot import clone_tensors
 
 Record = dict[str, Any]  # see `present_record` and `full_record`
 
 
-def present_record(small: Mapping[str, Any], bound: Bound, program: Record) -> Record:
+def present_record(contents: Contents, bound: Bound, program: Record) -> Record:
     """What a step or a forward pass changes beside the sharded tensors: small values, buffers, options of optimizers.
 
     `program`: what a later program needs to take over the commit, see `takeover.program_record`.
     """
     return {
         "program": program,
-        "small": {name: frozen_value(name, value) for name, value in small.items()},
+        "small": {name: frozen_value(name, value) for name, value in contents.small().items()},
+        "kinds": contents.kinds(),
         "buffers": clone_tensors(bound.buffers()),
         "extra": bound.extra.copy(),
         "optimizers": bound.settings(),

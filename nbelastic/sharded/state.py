@@ -45,6 +45,7 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.session import Session
 
 ADVICE = "With copies=2 a state outlives the loss of any two hosts; checkpoints outlive all."
+RESTORED = "the commit that is restored: bind() an object of one class in all calls, as one SequentialLR for several schedulers."
 SET_ASIDE = ("commits", "reset_callbacks", "_holdings", "_live_record", "_start", "_modes")
 END_TIMEOUT = 1.0  # seconds that an aborted copy may take to end
 
@@ -111,16 +112,19 @@ class ShardedState(State):
         self._bound, self._layout, rank = bound, filling.layout, formation.rank
         self._program = program_record(session.programs.program, self._small_values() | self._first_small, bound)
         held, choice = self._holdings, self._choice
+        record: Record = {"small": {}}
         if self._start.path is not None:
-            record = self._start.restore(bound, filling.layout, rank, filling.first_values)
-            self._set_small(record or {"small": {}})
+            record = self._start.restore(bound, filling.layout, rank, filling.first_values) or record
         elif choice is None:
             filling.begin()
         else:
             taken = filling.restore(choice, held, self._program, self._contents.user_words)
-            self._set_small({**held.records[choice.commit], "small": {**taken.record["small"], **self._given}})
+            small = {**taken.record["small"], **self._given}
+            record = {**held.records[choice.commit], "kinds": taken.record.get("kinds", {}), "small": small}
             if taken.notes and session.programs.on_trial:
                 session.programs.report_notes(taken.notes)
+        self._contents.check_kinds(self._contents.kinds() | record.get("kinds", {}), RESTORED)
+        self._set_small(record)
         held.add_generation(filling.layout, rank)
         self._start.writer.bound(filling.layout, Names(bound), rank)
         bound.watch(self._before_step)
@@ -341,7 +345,7 @@ class ShardedState(State):
         bound, layout = self._bound, self._layout
         assert bound is not None
         assert layout is not None
-        record = present_record(self._contents.small(), bound, self._program) | {"random": rng.get_states()}
+        record = present_record(self._contents, bound, self._program) | {"random": rng.get_states()}
         bound.committed()
         self._live_commit, self._live_record = Commit(layout.generation, self.commits), record
 
@@ -351,7 +355,7 @@ class ShardedState(State):
         assert bound is not None
         assert layout is not None
         shard, commit = bound.shard(), Commit(layout.generation, self.commits)
-        record = present_record(self._contents.small(), bound, self._program)
+        record = present_record(self._contents, bound, self._program)
         return Snapshot(commit, shard, full_record(record, bound, shard))
 
     def _kept_commits(self) -> dict[Commit, Snapshot]:

@@ -21,6 +21,7 @@ from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
 from nbelastic.state.user_words import UserWords
 
+RECEIVED = "the received state: make the same object before the elastic loop, as one SequentialLR for several schedulers in turn."
 LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)  # all other values are small
 
 
@@ -189,7 +190,7 @@ class Contents:
         """All live values, in the form in which they are sent."""
         return {
             "small": self.small(),
-            "kinds": self._kinds(),
+            "kinds": self.kinds(),
             "extra": self.extra.live(),
             "requires_grad": self.requires_grad(),
             "modules": {
@@ -203,21 +204,21 @@ class Contents:
             },
         }
 
-    def _kinds(self) -> dict[str, str]:
+    def kinds(self) -> dict[str, str]:
         """The class of each scheduler or the like: its `state_dict()` means something else to another class."""
         small = {name: value for name, value in self.values.items() if not isinstance(value, LARGE)}
         return {name: type(value).__name__ for name, value in small.items() if hasattr(value, "load_state_dict")}
 
+    def check_kinds(self, theirs: Mapping[str, str], source: str) -> None:
+        """StateError if a scheduler or the like is of another class here. `source`: where theirs are, and what to do."""
+        for name, kind in self.kinds().items():
+            if theirs.get(name) != kind:
+                raise StateError(f"the class of {name} is {kind} here and {theirs.get(name, 'none')} in {source}")
+
     def check_received(self, described: dict[str, Any]) -> None:
         """StateError if an optimizer here cannot get the received parameter groups, or a scheduler is of another class."""
-        mine = self._kinds()
-        theirs = described.get("kinds", mine)  # checkpoints of older versions have none
-        for name in [name for name, kind in mine.items() if theirs.get(name) != kind]:
-            here, there = mine[name], theirs.get(name, "none")
-            raise StateError(
-                f"the class of {name} is {here} here and {there} in the received state: make the same object before "
-                "the elastic loop, as one SequentialLR for several schedulers in turn."
-            )
+        if "kinds" in described:  # checkpoints of older versions have none
+            self.check_kinds(described["kinds"], RECEIVED)
         for name, optimizer in self.named(torch.optim.Optimizer).items():
             optimizers.check_groups(name, optimizer, described["optimizers"][name], self.names)
 

@@ -1,12 +1,13 @@
 """Commits of a sharded state without a step, and the modes of its models when the function is called again."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim import lr_scheduler
 
 import nbelastic as nbe
 from nbelastic.errors import StateError
@@ -22,20 +23,33 @@ class Session(FakeSession):
         pass
 
 
+def bind(state, mesh, scheduled=None):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    fully_shard(model, mesh=mesh)
+    model[1].eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    more = {} if scheduled is None else {"scheduler": scheduled(optimizer)}
+    state.bind(model=model, optimizer=optimizer, **more)
+
+
+@contextmanager
+def begun(monkeypatch, **options):
+    """A state and the mesh of a world of one rank, to which nothing is bound yet."""
+    monkeypatch.setattr(ranks, "device", lambda: torch.device("cpu"))
+    state = nbe.ShardedState(**options)
+    with fake_world(0, 1) as mesh:
+        state.begin(Session())
+        state.sync(formation(0, 1))
+        yield state, mesh
+        state.end()
+
+
 @contextmanager
 def bound(monkeypatch, *, copies=0, **small):
     """A state of a world of one rank, to which a sharded model and its optimizer are bound."""
-    monkeypatch.setattr(ranks, "device", lambda: torch.device("cpu"))
-    state = nbe.ShardedState(copies=copies, **small)
-    with fake_world(0, 1) as mesh:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
-        fully_shard(model, mesh=mesh)
-        model[1].eval()
-        state.begin(Session())
-        state.sync(formation(0, 1))
-        state.bind(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with begun(monkeypatch, copies=copies, **small) as (state, mesh):
+        bind(state, mesh)
         yield state
-        state.end()
 
 
 def backward(state):
@@ -135,3 +149,32 @@ def test_a_commit_in_inference_mode(monkeypatch):
             with torch.inference_mode(mode):
                 state.commit()
         assert state.commits == 3
+
+
+def warm_up(optimizer):
+    return lr_scheduler.LinearLR(optimizer)
+
+
+def cosine(optimizer):
+    return lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "is_refused"), [(cosine, warm_up, True), (None, warm_up, False), (cosine, None, False)]
+)
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+def test_a_scheduler_of_another_class_is_refused(monkeypatch, tmp_path, there, here, is_refused, from_checkpoint):
+    """The numbers of one class would give another learning rate in another. A program may bind one in some calls only."""
+    with begun(monkeypatch) as (state, mesh):
+        bind(state, mesh, there)
+        state.commit()
+        state.save(tmp_path).wait()
+        if from_checkpoint:
+            state.begin(Session())
+            state.load(tmp_path)
+        else:
+            state.generation_ended(aborted=False)
+        state.sync(formation(0, 1, generation=2))
+        problem = "the class of scheduler is LinearLR here and CosineAnnealingLR in the commit that is restored"
+        with pytest.raises(StateError, match=problem) if is_refused else nullcontext():
+            bind(state, mesh, here)

@@ -17,6 +17,7 @@ from nbelastic.sharded.holdings import Holdings, full_record, present_record
 from nbelastic.sharded.initial_values import allocate
 from nbelastic.sharded.takeover import common_parameters, merged_small, program_record
 from nbelastic.sharded.whole_commits import Choice, Commit
+from nbelastic.state.contents import Contents
 from nbelastic.state.user_words import UserWords
 from tests.sharded.fake_world import fake_world, sharded
 
@@ -85,14 +86,13 @@ class Trained(NamedTuple):
             self.scheduler.step()
         return self
 
-    def small(self):
-        return {"scheduler": self.scheduler.state_dict(), "step": 3}
-
     def held(self):
         """What a rank holds after a commit."""
         held, shard = Holdings(), self.bound.shard()
         held.add_generation(self.filling.layout, 0)
-        record = present_record(self.small(), self.bound, self.program)
+        contents = Contents()
+        contents.values = {"scheduler": self.scheduler, "step": 3}
+        record = present_record(contents, self.bound, self.program)
         held.add_own(COMMIT, shard, full_record(record, self.bound, shard))
         return held
 
