@@ -1,11 +1,11 @@
 """Mutation testing: change the code in one small place, run the tests, and see whether they notice.
 
-    python tests/mutate.py --seed 7 --count 60
-    python tests/mutate.py --seed 7 --count 10 --files nbelastic/core/script_rounds.py
+    python -m tests.mutate --seed 7 --count 60
+    python -m tests.mutate --seed 7 --count 10 --files nbelastic/core/script_rounds.py
 
-Each mutant is run in a temporary copy: tests of the mutated module first, then all of tests/core, or of tests/state. The
-diff of each survivor is printed, and a summary as JSON at the end. Exits with 1 if fewer than 95 % of the
-mutants that are not known to be equivalent were killed.
+Each mutant is run in a temporary copy: tests of the mutated module first, then all of tests/core, tests/sharded or tests/state. The diff
+of each survivor is printed, and a summary as JSON at the end. Exits with 1 if fewer than 95 % of the mutants
+that are not known to be equivalent were killed.
 """
 
 from __future__ import annotations
@@ -30,112 +30,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.equivalent_mutants import KNOWN
+
 ROOT = Path(__file__).parents[1]
 NO_DECISIONS = {"__init__.py"}
-CORE = sorted(path for path in (ROOT / "nbelastic" / "core").glob("*.py") if path.name not in NO_DECISIONS)
-STATE = sorted(path for path in (ROOT / "nbelastic" / "state").glob("*.py") if path.name not in NO_DECISIONS)
+MODULES = sorted(
+    path
+    for package in ("core", "sharded", "state")
+    for path in (ROOT / "nbelastic" / package).glob("*.py")
+    if path.name not in NO_DECISIONS
+)
 OTHERS = ("test_messages", "test_imports")  # of tests/core: they test no decisions
 SLOW = ("test_transfer", "test_damaged_checkpoints", "test_determinism", "test_script_properties", "test_properties")
 SLOWDOWN = 10  # how many times longer than its processor time a run may take, on a busy machine
 ENOUGH = 0.95
-
-KNOWN = [  # equivalents: the module, the line before and after, and why no test can tell them apart
-    ("generations.py", "if not leavers:", "if False:", "a short cut: what follows changes nothing then"),
-    ("script_group.py", "failure.code < 0", "failure.code <= 0", "a worker that failed has another exit code than 0"),
-    ("script_rounds.py", "joined=group.joined + 1", "joined=group.joined + 2", "only the order of the numbers counts"),
-    (
-        "takeover_hosts.py",
-        "slots[:old.spec.slots]",
-        "slots[:]",
-        "a short cut: of a host that is not full no slot is free then",
-    ),
-    (
-        "backoff.py",
-        "if len(held) == len(cluster.held_back):",
-        "if False:",
-        "a short cut: what follows copies equal values then",
-    ),
-    (
-        "losses.py",
-        "cluster.removed_workers + removed",
-        "cluster.removed_workers - removed",
-        "the driver only looks whether it has changed",
-    ),
-    ("core/chaos.py", "*victims[:first]", "*victims[:]", "those after them have been tried by then"),
-    (
-        "partitions.py",
-        "(one, other) if one < other else (other, one)",
-        "(other, one) if one < other else (one, other)",
-        "only that both orders give one pair",
-    ),
-    ("persistent.py", "if not self._size:", "if False:", "a short cut: of an empty one nothing is removed"),
-    ("persistent.py", "if not self._size:", "if not self._with:", "the same short cut, never taken"),
-    ("persistent.py", "len(new) ** 2", "len(new) ** 3", "only how fast it is"),
-    (
-        "cluster_snapshot.py",
-        "if earlier is not None and earlier[0].incarnations is cluster.incarnations:",
-        "if False:",
-        "a short cut: what follows makes equal records then",
-    ),
-    ("probes.py", "number: int = 0", "number: int = 1", "no probe is awaited then"),
-    ("core/state.py", "admitted: int = 0", "admitted: int = 1", "one that was never admitted is not asked for it"),
-    ("state/state.py", "for index in sorted(places)", "for index in list(places)", "the same walk made the numbers"),
-    ("optimizers.py", "in theirs[len(mine):]", "in theirs[:]", "the first ones are known to be equal by then"),
-    ("optimizers.py", "strict=True", "strict=False", "both are always of one length"),
-    ("replicas.py", "cluster.member_set", "cluster.members", "the same workers"),
-    ("stores.py", "else 0.0", "else 1.0", "both have passed"),
-    ("core/halt.py", "commit: int = 0", "commit: int = 1", "it is set before it is read"),
-    ("core/chaos.py", "(victim.host, str", "(victim.worker, str", "their order by host, too"),
-    (
-        "cluster_snapshot.py",
-        "if earlier[0].hosts is cluster.hosts:",
-        "if False:",
-        "a short cut: the same hosts, one by one",
-    ),
-    (
-        "requests.py",
-        "return provisioning.provision(cluster, now, out) if ready else cluster",
-        "return cluster if ready else provisioning.provision(cluster, now, out)",
-        "the loop in `step` calls it again, and then nothing is ready",
-    ),
-    ("commit_record.py", "strict=True", "strict=False", "both are always of one length"),
-    ("modes.py", "if layer.training != mode:", "if True:", "a short cut: what follows sets an equal value then"),
-    (
-        "step_watch.py",
-        "self._changed_outside = False",
-        "self._changed_outside = True",
-        "`start` sets it again, and before that nothing is calm",
-    ),
-    ("replica_hash.py", "non_blocking=True", "non_blocking=False", "only how fast it is, on a GPU"),
-    (
-        "state/takeover.py",
-        "before is not None and before in source.state",
-        "before in source.state",
-        "no optimizer keeps something for None",
-    ),
-    ("state/takeover.py", "strict=True", "strict=False", "all three are of one length by then"),
-    ("contents.py", "self.grouped = 0", "self.grouped = 1", "each state makes a survey before it is read"),
-    ("gpus.py", "any((host.gpus for host in cluster.hosts.values()))", "True", "no worker has a GPU then"),
-    ("checkpoints.py", "listed(self.folder)[:1]", "listed(self.folder)[:]", "the newest comes first"),
-    ("checkpoint_files.py", "sorted(path.iterdir())", "list(path.iterdir())", "only the order of the files"),
-    ("checkpoint_lock.py", "waited > TIMEOUT", "waited >= TIMEOUT", "no real wait is so exact"),
-    ("checkpoint_lock.py", "waited > PATIENCE", "waited >= PATIENCE", "as before"),
-    (
-        "checkpoint_lock.py",
-        "os.truncate(descriptor, 0)",
-        "os.truncate(descriptor, 1)",
-        "the next line writes over that byte",
-    ),
-    (
-        "grad_scaler.py",
-        "value is not None and present is not None",
-        "value is not None",
-        "torch sets none of these attributes back to None",
-    ),
-    ("replica_hash.py", "if is_odd or flat.stride(0) != 1:", "if True:", "slower, with the same hash"),
-    ("stream.py", "remaining[:at]", "remaining[:]", "the shards after them have given no sample by then"),
-    ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
-]
 
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -344,8 +252,8 @@ def outdated() -> list[str]:
     """A line for each entry of KNOWN whose code has changed since."""
     lines = []
     for module, old, _, _ in KNOWN:
-        code = next(path.read_text("utf-8") for path in (*CORE, *STATE) if path.as_posix().endswith(f"/{module}"))
-        if old not in ast.unparse(ast.parse(code)):
+        named = [path for path in MODULES if path.as_posix().endswith(f"/{module}")]
+        if not any(old in ast.unparse(ast.parse(path.read_text("utf-8"))) for path in named):
             lines.append(f"{module} has no {old!r} any more.")
     return lines
 
@@ -354,7 +262,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True, help="chooses the mutants, and what hypothesis generates")
     parser.add_argument("--count", type=int, default=60, help="how many mutants, over all files (60)")
-    parser.add_argument("--files", nargs="+", type=Path, default=[*CORE, *STATE], help="modules (core and state)")
+    parser.add_argument("--files", nargs="+", type=Path, default=MODULES, help="modules (core, sharded and state)")
     parser.add_argument("--limit", type=int, default=60, help="seconds of processor time for each run of pytest (60)")
     options = parser.parse_args()
     for line in outdated():
@@ -370,6 +278,7 @@ def main() -> int:
             shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", root)
         files = [root / path.resolve().relative_to(ROOT) for path in options.files]
+        files = chance.sample(files, len(files))  # those that come last may get no mutant
         drawn = [draw(path, -(-options.count // len(files)), chance) for path in files]
         turns = itertools.zip_longest(*drawn)
         chosen = [mutant for turn in turns for mutant in turn if mutant][: options.count]

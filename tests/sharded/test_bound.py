@@ -277,6 +277,7 @@ def entry(value):
         (torch.ones(2), "optimizer keeps 'kept' for model.weight, which is not split as the parameter is"),
         (torch.ones(2, 2, device="meta"), "optimizer keeps 'kept' for model.weight on the meta device"),
         ({"of": torch.ones(2, 2)}, "optimizer keeps 'kept' for model.weight, with tensors inside of a dict"),
+        ([torch.tensor(1.0), torch.ones(2, 2)], "model.weight, with tensors inside of a list"),
     ],
 )
 def test_optimizer_tensors_that_are_refused(value, message):

@@ -11,6 +11,10 @@ from torch.optim import lr_scheduler
 
 import nbelastic as nbe
 from nbelastic.errors import StateError
+from nbelastic.protocol.worker_messages import Copies
+from nbelastic.sharded.chunks import Layout
+from nbelastic.sharded.replication import Replication, Whole
+from nbelastic.sharded.whole_commits import Commit
 from nbelastic.worker import ranks
 from tests.sharded.fake_world import fake_world
 from tests.state.conftest import FakeSession, formation
@@ -178,3 +182,12 @@ def test_a_scheduler_of_another_class_is_refused(monkeypatch, tmp_path, there, h
         problem = "the class of scheduler is LinearLR here and CosineAnnealingLR in the commit that is restored"
         with pytest.raises(StateError, match=problem) if is_refused else nullcontext():
             bind(state, mesh, here)
+
+
+def test_the_status_shows_no_age_before_a_commit_is_copied():
+    """A report is sent four times a second, also while the first copy is being made."""
+    layout = Layout(1, ("a", "b"), {})
+    replication = Replication(layout, 0, 1, None, pinned=False)
+    assert replication.report(5.0) == Copies(0, buddies=(1,), wards=(1,))
+    replication.whole = Whole(Commit(1, 7), 3.0, 0.5)
+    assert replication.report(5.0) == Copies(0, 7, 2.0, 0.5, (1,), (1,))

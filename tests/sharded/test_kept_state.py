@@ -1,5 +1,6 @@
 """What a hung worker keeps on disk is what its successor holds."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -53,3 +54,22 @@ def test_an_unusable_kept_state_raises(tmp_path, damage, message):
     (tmp_path / "kept" / damage).unlink(missing_ok=True)
     with pytest.raises(nbe.StateError, match=message):
         load_kept(holder(), tmp_path / "kept", 9)
+
+
+class Touch:
+    """When it is unpickled with all that pickle can do, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_kept_state_runs_no_code(tmp_path):
+    """The folder may be one that others can write to."""
+    write_kept(holder(two_shards()), tmp_path / "kept")
+    torch.save(Touch(tmp_path / "touched"), tmp_path / "kept" / INDEX)
+    with pytest.raises(nbe.StateError, match="cannot be read"):
+        load_kept(holder(), tmp_path / "kept", 8)
+    assert not (tmp_path / "touched").exists()

@@ -1,7 +1,9 @@
 """Worlds of the same size have equal meshes, and torch caches what operations give: nothing of an old world may come back."""
 
 import torch
-from torch.distributed.tensor import DTensor, Shard, _random
+from torch.distributed.tensor import DTensor, Replicate, Shard, _random
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 from nbelastic import ShardedState
 from tests.sharded.fake_world import fake_world
@@ -31,6 +33,19 @@ def test_without_clearing_an_old_world_comes_back():
 def test_a_world_that_ends_before_bind_does_not_come_back_either():
     """A second rank may be lost while the others build and shard their models."""
     assert second_of_two_worlds(between=lambda: ShardedState().generation_ended(aborted=True)) == (True, (6,))
+
+
+def test_no_plan_of_an_old_world_is_kept():
+    """A plan to redistribute a tensor, and the costs of a mesh, refer to the mesh that they were made for."""
+    with fake_world(0, 4, clear=False) as mesh:
+        DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False).redistribute(placements=[Replicate()])
+        MeshTopoInfo.build_from_mesh(mesh)
+    kept = [one.cache_info().currsize for one in (_gen_transform_infos, MeshTopoInfo.build_from_mesh)]
+    ShardedState().generation_ended(aborted=True)
+    assert (kept, [one.cache_info().currsize for one in (_gen_transform_infos, MeshTopoInfo.build_from_mesh)]) == (
+        [1, 1],
+        [0, 0],
+    )
 
 
 def test_all_ranks_of_a_world_make_torchs_tracker_of_random_numbers(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -181,6 +182,15 @@ def test_what_is_new_begins_afresh():
         assert new.model[3].weight.full_tensor().abs().sum() > 0
         assert new.model[1].running_mean.tolist() == [0.0] * 6
         new.train()
+
+
+def test_new_buffers_are_named_in_one_order():
+    """Each rank reports the notes: they are equal."""
+    with fake_world(0, 1) as mesh:
+        old, new = trained(mesh), make(mesh, NEW, more=[partial(nn.BatchNorm1d, 4, affine=False)])
+        (note,) = taken(new, old).notes
+        names = ["model.3.num_batches_tracked", "model.3.running_mean", "model.3.running_var"]
+        assert sorted(names, key=note.index) == names
 
 
 def test_a_layer_that_is_taken_over_needs_no_first_values():
