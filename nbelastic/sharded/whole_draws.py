@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from nbelastic.sharded.parameters import chunk_of, like, local_tensor
 
@@ -36,8 +36,8 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = target.full_tensor() if reads else torch.empty(target.shape, dtype=target.dtype, device=target.device)
     others, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (others, kwargs))
     drawn = func(whole, *others, **kwargs)
-    if not isinstance(drawn, torch.Tensor) or drawn.shape != target.shape or len(tree_leaves(drawn)) != 1:
-        return func(*args, **kwargs)  # of another shape, such as multinomial: torch decides
+    if not isinstance(drawn, torch.Tensor) or drawn.shape != target.shape:
+        return func(*args, **kwargs)  # several tensors, or one of another shape, as of multinomial: torch decides
     chunk = chunk_of("a tensor", target)
     local = local_tensor(target) if in_place else torch.empty_like(local_tensor(target), dtype=drawn.dtype)
     if chunk is not None:

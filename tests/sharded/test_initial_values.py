@@ -152,3 +152,11 @@ def test_a_draw_of_another_shape_is_left_to_torch():
         torch.manual_seed(0)
         assert torch.equal(drawn.to_local(), torch.randn(6, 2)[3:])
         assert torch.rand(2).shape == (2,)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_an_operation_that_gives_two_tensors_is_left_to_torch():
+    """Dropout's values and mask are no parts of one tensor."""
+    with fake_world(1, 2) as mesh, WholeDraws():
+        kept, mask = torch.native_dropout(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), 0.5, True)
+        assert (local_tensor(kept).shape, local_tensor(mask).shape) == ((2, 2), (2, 2))
