@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.errors import StateError
+from nbelastic.sharded import checkpoint_start
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.checkpoint_reading import Stored, check_files
 from nbelastic.sharded.checkpoint_restoring import Restoring
@@ -74,6 +75,18 @@ def test_each_file_has_a_checksum(tmp_path):
                 found.append(number)
         assert len(found) == (3 if name == "checksums" else 1)
         (path / name).write_bytes(whole)
+
+
+def test_the_ranks_of_a_world_check_all_files(tmp_path):
+    """Each checks other files: whichever is damaged, one rank finds it."""
+    path = save(tmp_path, *trained())
+    for name in files_of(path):
+        whole = (path / name).read_bytes()
+        if whole:
+            flip(path / name)
+            found = [checkpoint_start._problem(str(path), formation(rank, 3), None) for rank in range(3)]
+            assert any(f"{name} is damaged" in problem for problem in found)
+            (path / name).write_bytes(whole)
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):

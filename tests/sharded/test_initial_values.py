@@ -156,7 +156,7 @@ def test_a_draw_of_another_shape_is_left_to_torch():
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_an_operation_that_gives_two_tensors_is_left_to_torch():
-    """Dropout's values and mask are no parts of one tensor."""
+    """Dropout's values and its mask are not parts of one tensor."""
     with fake_world(1, 2) as mesh, WholeDraws():
         kept, mask = torch.native_dropout(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), 0.5, True)
         assert (local_tensor(kept).shape, local_tensor(mask).shape) == ((2, 2), (2, 2))
