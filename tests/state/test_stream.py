@@ -133,13 +133,14 @@ def test_a_shard_can_be_opened_at_an_offset():
 
 
 def test_shards_of_batches():
-    """With `batch_size=None` a shard gives whole batches: they arrive as they are."""
-    stream = ElasticStream([0, 1], lambda shard: [{"x": torch.full((3,), shard)}] * 2)
-    batches = []
-    for batch in stream.loader(None):
-        batches.append(batch["x"].tolist())
-        stream.record_batch()
-    assert batches == [[0, 0, 0]] * 2 + [[1, 1, 1]] * 2
+    """With `batch_size=None` a shard gives whole batches: they arrive as they are. A new loader goes on after the recorded ones."""
+    stream = ElasticStream([0, 1], lambda shard: [{"x": torch.full((3,), shard + part)} for part in (0.0, 0.25, 0.5)])
+    found = []
+    for most in (1, 3, None):
+        for batch in itertools.islice(stream.loader(None), most):
+            found.append(batch["x"].tolist())
+            stream.record_batch()
+    assert found == [[one] * 3 for one in (0.0, 0.25, 0.5, 1.0, 1.25, 1.5)]
     assert read(stream) == []
 
 
