@@ -42,13 +42,25 @@ def check(name: str, value: Any) -> None:
         raise StateError(
             f"{name} is a StatefulDataLoader, whose position differs between ranks: use nbe.ElasticSampler in a DataLoader, or an nbe.ElasticStream."
         )
-    if isinstance(value, torch.nn.Module) and any(map(_is_sharded, value.modules())):
-        raise StateError(SHARDED.format(name=name))
+    if isinstance(value, torch.nn.Module):
+        if any(map(_is_sharded, value.modules())):
+            raise StateError(SHARDED.format(name=name))
+        check_dense(name, value)
 
 
 def _is_sharded(module: torch.nn.Module) -> bool:
     managed = type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "_is_fsdp_managed_module")
     return managed or any(hasattr(p, "device_mesh") for p in module._parameters.values())
+
+
+def check_dense(name: str, module: torch.nn.Module) -> None:
+    """StateError if a parameter or buffer is sparse: torch neither sends such tensors nor copies their values in place."""
+    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise StateError(
+                f"{name}.{key} is a sparse tensor ({tensor.layout}), which a state cannot keep: if it stays as it is, make it a "
+                f"plain attribute (self.{key.rpartition('.')[2]} = …) instead of a buffer or parameter."
+            )
 
 
 def check_optimizer_tensors(name: str, tensors: list[torch.Tensor]) -> None:

@@ -306,6 +306,13 @@ def sharded():
     return model
 
 
+def graph():
+    """As graph networks keep their edges."""
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("edges", torch.eye(2).to_sparse(), persistent=False)
+    return nn.Sequential(layer)
+
+
 @pytest.mark.parametrize(
     ("make", "line"),
     [
@@ -315,8 +322,9 @@ def sharded():
         (sharded, "thing is sharded over ranks.*Use DistributedDataParallel"),
         (FullyShardedDataParallel, "thing is sharded over ranks.*Use DistributedDataParallel"),
         (managed, "thing is sharded over ranks.*Use DistributedDataParallel"),
+        (graph, r"thing\.0\.edges is a sparse tensor \(torch\.sparse_coo\).*make it a plain attribute \(self\.edges"),
     ],
-    ids=["generator", "loader", "zero", "sharded", "fsdp", "inside fsdp"],
+    ids=["generator", "loader", "zero", "sharded", "fsdp", "inside fsdp", "sparse"],
 )
 def test_what_cannot_be_recovered_is_refused_by_name(make, line):
     """The constructor raises, with one line that names an alternative."""

@@ -142,6 +142,13 @@ def test_what_takes_longer_to_read_is_read_in_more_windows():
     assert windows(*torch.zeros(200, 4)) == 2
 
 
+@pytest.mark.parametrize("odd", [torch.ones(4, dtype=torch.cfloat).conj(), torch.empty(0)])
+def test_what_has_no_bytes_to_read_is_not_hashed(odd):
+    """Conjugated values are computed as they are read, and an empty tensor has none."""
+    state = TorchState(weights=nn.ParameterList([odd, torch.ones(3)]))
+    assert [place.shape for place in replica_hash.Plan(state._contents).places] == [(3,)]
+
+
 def test_a_difference_stays_in_later_hashes():
     """Ranks that report other commits can be compared: a difference is not over when its window is."""
     good, bad = Rank(adam), Rank(adam)

@@ -93,6 +93,7 @@ KNOWN = [
         "value is not None",
         "torch sets none of these attributes back to None",
     ),
+    ("state/layout.py", "if not place]", "if place]", "each commit compares all layers: slower, with the same result"),
     ("replica_hash.py", "if is_odd or flat.stride(0) != 1:", "if True:", "slower, with the same hash"),
     ("stream.py", "remaining[:at]", "remaining[:]", "the shards after them have given no sample by then"),
     (
