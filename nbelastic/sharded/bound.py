@@ -13,7 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import Shard, ShardTensor
 from nbelastic.sharded.chunks import Layout, OwnChunk, join
-from nbelastic.sharded.parameters import chunk_of, has_local_gradients, like, local_tensor, plain_name
+from nbelastic.sharded.parameters import (
+    chunk_of,
+    has_local_gradients,
+    like,
+    local_tensor,
+    plain_name,
+    set_requires_grad,
+)
 from nbelastic.sharded.transfer import gather_bytes
 from nbelastic.state import optimizers
 from nbelastic.state.backward_hooks import BackwardHook
@@ -172,6 +179,7 @@ class Bound:
         self.set_optimizers(record["optimizers"], record["scalars"], shard, is_part=is_part)
         self.set_buffers(record["buffers"])
         self.extra.set(record.get("extra", {}))  # commits of older versions have none
+        set_requires_grad(self.parameters, record.get("requires_grad", {}))  # as above
 
     def set_optimizers(
         self, settings: Mapping[str, Any], scalars: Mapping[str, Any], shard: Shard, *, is_part: bool = False
@@ -183,8 +191,8 @@ class Bound:
         Each number goes where `Optimizer.load_state_dict` puts it: `step` is on the GPU for fused and capturable kernels only.
         """
         for name, optimizer in self.optimizers.items():
-            wanted, own = settings[name]["names"], self.settings()[name]["names"]
-            if wanted != own:
+            self._add_groups(name, settings[name])
+            if settings[name]["names"] != self.settings()[name]["names"]:
                 raise StateError(
                     f"the groups of {name} have other parameters here than in the commit that is restored."
                 )
@@ -205,6 +213,13 @@ class Bound:
                 parameter = self.parameters[tensor.parameter]
                 entries = self.optimizers[tensor.optimizer].state.setdefault(parameter, {})
                 entries[tensor.entry] = like(parameter, local)
+
+    def _add_groups(self, name: str, wanted: Mapping[str, Any]) -> None:
+        """Add the groups that the optimizer `name` got during the training: the function makes it without them."""
+        own, theirs = self.settings()[name]["names"], wanted["names"]
+        is_known = all(key in self.parameters for group in theirs for key in group)
+        if is_known and len(own) < len(theirs) and own == theirs[: len(own)]:
+            optimizers.regroup(self.optimizers[name], dict(wanted), self._names)
 
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
         """The buffers of each model, which are whole on every rank."""

@@ -15,9 +15,10 @@ from nbelastic.sharded.checkpoint_restoring import Restoring
 from nbelastic.sharded.checkpoints import ShardedPlan, Writer
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
+from nbelastic.sharded.parameters import requires_grad
 from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
 from nbelastic.sharded.whole_commits import Lost
-from nbelastic.state.checkpoints import Plan, as_folder
+from nbelastic.state.checkpoints import Plan, as_folder, tell_other_requires_grad
 from nbelastic.state.transfer import from_bytes, to_bytes
 from nbelastic.system.log_line import print_line
 from nbelastic.worker.formation import Formation
@@ -119,7 +120,10 @@ class Start:
             ) from None
         restoring, record = Restoring(stored, bound, layout, rank), self._record
         if record is not None:
+            before = requires_grad(bound.parameters)
             restoring.own(record)
+            if rank == 0:
+                tell_other_requires_grad(before, requires_grad(bound.parameters), self.path)
         else:
             missing = ["counters and other small values", *restoring.others(set_first_values)]
             if rank == 0:

@@ -8,6 +8,7 @@ from typing import Any
 from nbelastic.sharded.arena import Shard
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
+from nbelastic.sharded.parameters import requires_grad
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Origin, Statement
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import Contents
@@ -27,6 +28,7 @@ def present_record(contents: Contents, bound: Bound, program: Record) -> Record:
         "kinds": contents.kinds(),
         "buffers": clone_tensors(bound.buffers()),
         "extra": bound.extra.copy(),
+        "requires_grad": requires_grad(bound.parameters),
         "optimizers": bound.settings(),
     }
 

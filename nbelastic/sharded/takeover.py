@@ -16,7 +16,8 @@ from nbelastic.sharded.arena import ShardTensor
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
-from nbelastic.state.takeover import describe_taken, merge
+from nbelastic.sharded.parameters import requires_grad
+from nbelastic.state.takeover import REQUIRES_GRAD, describe_taken, merge, merged
 from nbelastic.state.user_words import UserWords
 
 
@@ -31,7 +32,8 @@ def program_record(number: int, small: Mapping[str, Any], bound: Bound) -> Recor
     """What a later program needs to take over from this one. `small`: the small values that this program begins with."""
     options = {name: one["groups"] for name, one in bound.settings().items()}
     kinds = {name: f"{type(one).__module__}.{type(one).__qualname__}" for name, one in bound.optimizers.items()}
-    return {"number": number, "initial": {**small, **options}, "kinds": kinds}
+    initial = {**small, **options}
+    return {"number": number, "initial": initial, "kinds": kinds, "requires_grad": requires_grad(bound.parameters)}
 
 
 def is_taken_over(record: Record, program: int) -> bool:
@@ -84,7 +86,9 @@ def taken_record(record: Record, bound: Bound, program: Record, common: Collecti
     small = merge(present, theirs["initial"], program["initial"])
     tensors = [ShardTensor(*name) for name in record["tensors"]]
     fresh = new_buffers(bound, record)
+    base, present, edited = (one.get("requires_grad", {}) for one in (theirs, record, program))
     taken = {
+        "requires_grad": merged(base, present, edited, REQUIRES_GRAD, small.own),
         "small": {name: value for name, value in small.values.items() if name not in settings},
         "optimizers": {
             name: {"groups": small.values.get(name, one["groups"]), "names": one["names"]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -230,15 +230,20 @@ def _load_one(state: State, path: Path) -> Path:
     except Exception as error:  # noqa: BLE001  (of the user's scheduler, for example)
         raise StateError(f"it does not fit this state: {reason(error)}") from None
     now = state._live()
-    other = [name for name, value in now["requires_grad"].items() if value != mine["requires_grad"].get(name)]
-    if other:
-        more = f" and of {len(other) - 1} more" if other[1:] else ""
-        print_line(f"requires_grad of {other[0]}{more} is as in {path.name}, and not as the program has set it.")
+    tell_other_requires_grad(mine["requires_grad"], now["requires_grad"], path)
     for name, contents in mine["optimizers"].items():
         for group in contents["names"][len(now["optimizers"][name]["names"]) :]:
             more = f" and {len(group) - 1} more" if group[1:] else ""
             print_line(f"{name} does not train {''.join(group[:1])}{more}: it has no such group in {path.name}.")
     return path
+
+
+def tell_other_requires_grad(before: Mapping[str, bool], now: Mapping[str, bool], path: Path) -> None:
+    """Print a line if the checkpoint `path` has changed which parameters are trained."""
+    other = [name for name, value in now.items() if value != before.get(name)]
+    if other:
+        more = f" and of {len(other) - 1} more" if other[1:] else ""
+        print_line(f"requires_grad of {other[0]}{more} is as in {path.name}, and not as the program has set it.")
 
 
 def write_kept(state: State, folder: Path) -> None:

@@ -159,6 +159,21 @@ def test_what_layers_keep_beside_parameters_goes_on(number):
         assert (old.model[3].calls, new.model[3].calls) == (3, 3)
 
 
+def test_layers_that_were_unfrozen_stay_so():
+    """The new program is that of the old one, which freezes a layer at first. A layer whose line the user has edited is as edited."""
+    with fake_world(0, 1) as mesh:
+        old = trained(mesh)
+        old.program["requires_grad"] |= {"model.0.weight": False}
+        old.model[1].weight.requires_grad_(False)
+        new = make(mesh, NEW)
+        new.program["requires_grad"] |= {"model.0.weight": False, "model.2.bias": False}
+        for one in (new.model[0].weight, new.model[2].bias):
+            one.requires_grad_(False)
+        notes = taken(new, old).notes
+        frozen = [name for name, one in new.model.named_parameters() if not one.requires_grad]
+        assert (frozen, notes) == (["1.weight", "2.bias"], ["the new program sets requires_grad.model.2.bias"])
+
+
 def test_what_the_user_has_edited_counts():
     """A new learning rate is used, also under a scheduler, whose position goes on. A note says what was set."""
     with fake_world(0, 1) as mesh:
