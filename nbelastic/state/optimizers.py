@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,9 +48,15 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
 
 
 def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Optimizers that it holds as attributes, as SAM does, and that keep tensors of their own; by the attribute's name."""
-    held = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
-    return {name: value for name, value in held.items() if value.state is not optimizer.state}
+    """Optimizers that it holds as attributes, as SAM does, or in lists and dicts, and that keep tensors of their own; by name."""
+    held = dict(vars(optimizer))
+    if "state" in held:  # else it may compute its own from theirs
+        for name in held.keys() - {"state", "param_groups", "defaults"}:
+            value = held[name]
+            items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            held |= {f"{name}[{key!r}]": item for key, item in items}
+    found = {name: value for name, value in held.items() if isinstance(value, Optimizer)}
+    return {name: value for name, value in found.items() if value.state is not optimizer.state}
 
 
 def check_inner(named: Mapping[str, Optimizer], call: str) -> None:
@@ -57,9 +64,10 @@ def check_inner(named: Mapping[str, Optimizer], call: str) -> None:
     for name, optimizer in named.items():
         for key, held in inner(optimizer).items():
             if all(held is not known for known in named.values()):
+                new = re.sub(r"\W+", "_", key).strip("_")
                 raise StateError(
                     f"{name}.{key} is an optimizer of its own, whose tensors would be lost: give it to the state too, "
-                    f"as {call}({name}={name}, {key.strip('_')}={name}.{key}, …)."
+                    f"as {call}({name}={name}, {new}={name}.{key}, …)."
                 )
 
 

@@ -1,5 +1,7 @@
 """Values that the program assigns or fills during a job: models, other schedulers, arrays; and optimizers inside others."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,17 @@ def test_an_optimizer_inside_another_must_be_in_the_state(begun):
     momentum = own._base.state[model.weight]["momentum_buffer"]
     assert torch.equal(momentum, sharp._base.state[sender.model.weight]["momentum_buffer"])
     assert TorchState(model=model, optimizer=Wrapped(own._base)).optimizer.state is own._base.state
+
+
+@pytest.mark.parametrize(("several", "name"), [(list, "parts[0]"), (lambda one: {"base": one[0]}, "parts['base']")])
+def test_an_optimizer_in_a_list_of_another_must_be_in_the_state(several, name):
+    """So do optimizers that step by one for the matrices and another one for the rest."""
+    model, whole = network()
+    whole.parts = several([torch.optim.SGD(model.parameters(), momentum=0.9)])
+    with pytest.raises(StateError, match=re.escape(f"whole.{name} is an optimizer of its own")) as error:
+        TorchState(model=model, whole=whole)
+    assert re.search(rf"TorchState\(whole=whole, parts_(0|base)=whole\.{re.escape(name)}, …\)", str(error.value))
+    TorchState(model=model, whole=whole, part=next(iter(whole.parts)) if several is list else whole.parts["base"])
 
 
 @pytest.mark.parametrize("length", [1, 5])
