@@ -8,10 +8,18 @@ from typing import Any
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import Shard, ShardTensor
+from nbelastic.sharded.bound_checks import (
+    Layers,
+    check_attributes,
+    check_container,
+    check_entry,
+    check_module,
+    check_optimizer,
+    is_scalar,
+)
 from nbelastic.sharded.chunks import Layout, OwnChunk, join
 from nbelastic.sharded.parameters import (
     chunk_of,
@@ -25,7 +33,6 @@ from nbelastic.sharded.transfer import gather_bytes
 from nbelastic.state import optimizers
 from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.state.caches import differing_caches
-from nbelastic.state.contents import LARGE
 from nbelastic.state.cuda_graphs import refuse_capture
 from nbelastic.state.extra_states import ExtraStates
 from nbelastic.state.optimizers import frozen
@@ -52,6 +59,7 @@ class Bound:
                 if parameter not in self._names:
                     full = f"{name}.{plain_name(key)}"
                     self._names[parameter], self.parameters[full] = full, parameter
+        self._layers = Layers(self.modules.values())
         for name, optimizer in self.optimizers.items():
             check_optimizer(name, optimizer)
             unknown = sum(parameter not in self._names for parameter in optimizers.parameters(optimizer))
@@ -79,6 +87,12 @@ class Bound:
             for name, one in self.parameters.items()
         }
 
+    def check_unchanged(self) -> None:
+        """StateError if the models have other layers than at bind(), or an optimizer has tensors that no commit has."""
+        self._layers.check()
+        for name, optimizer in self.optimizers.items():
+            check_attributes(name, optimizer, self._names)
+
     def shard(self) -> Shard:
         """The live local tensors: parameters first, then what the optimizers keep for each."""
         found: Shard = {}
@@ -92,9 +106,9 @@ class Bound:
                 for entry, value in optimizer.state.get(parameter, {}).items():
                     what = f"{optimizer_name} keeps {entry!r} for {name}"
                     if is_scalar(value):
-                        _check_container(what, value)
+                        check_container(what, value)
                         continue
-                    _check_entry(what, parameter, value)
+                    check_entry(what, parameter, value)
                     local = local_tensor(value)
                     found[_named(local, name, optimizer_name, entry)] = local
         return found
@@ -316,81 +330,5 @@ def whole_but_trained(bound: Bound) -> str | None:
     )
 
 
-def check_small(values: Mapping[str, Any]) -> None:
-    """StateError if a value given to `ShardedState()` belongs into `bind`."""
-    for name, value in values.items():
-        if isinstance(value, (*LARGE, LRScheduler)):
-            kind = type(value).__name__
-            raise StateError(
-                f"{name} is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}: make it inside the elastic function, "
-                f"after fully_shard, and give it to bind({name}=…)."
-            )
-
-
 def _named(local: torch.Tensor, parameter: str, optimizer: str = "", entry: str = "") -> ShardTensor:
     return ShardTensor(parameter, optimizer, entry, str(local.dtype).removeprefix("torch."))
-
-
-def is_scalar(value: Any) -> bool:
-    """Whether it is the same number, or the like, on all ranks, and not split over them."""
-    return not isinstance(value, torch.Tensor) or (not isinstance(value, DTensor) and value.dim() == 0)
-
-
-def _check_entry(what: str, parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """StateError if an optimizer's tensor is not split as its parameter is."""
-    sharded = isinstance(parameter, DTensor), isinstance(value, DTensor)
-    if value.is_meta:
-        raise StateError(
-            f"{what} on the meta device, since its constructor: call model.to_empty(device=nbe.device()) before it is made, "
-            "and give bind() an init function."
-        )
-    same = value.shape == parameter.shape and sharded[0] == sharded[1]
-    if same and sharded[0]:
-        same = value.placements == parameter.placements
-    if not same:
-        raise StateError(
-            f"{what}, which is not split as the parameter is: ShardedState cannot re-shard it. "
-            "Use an optimizer that keeps tensors of the parameter's shape, such as AdamW or SGD."
-        )
-
-
-def _check_container(what: str, value: Any) -> None:
-    """StateError if it holds tensors: nothing says how they are split."""
-    if isinstance(value, (dict, list, tuple)) and not all(map(is_scalar, optimizers.tensors_in(value))):
-        raise StateError(
-            f"{what}, with tensors inside of a {type(value).__name__}: ShardedState cannot re-shard them. "
-            "Use an optimizer that keeps each tensor as an entry of its own, such as AdamW or SGD."
-        )
-
-
-def check_module(name: str, module: torch.nn.Module) -> None:
-    """StateError if ShardedState cannot recover `module`."""
-    kinds = {base.__name__ for one in module.modules() for base in type(one).__mro__}
-    if "FullyShardedDataParallel" in kinds:
-        raise StateError(f"{name} is sharded with FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2).")
-    if "DistributedDataParallel" in kinds:
-        raise StateError(
-            f"{name} is wrapped in DistributedDataParallel: use fully_shard, or TorchState for whole models."
-        )
-    if type(module).__module__.split(".")[0] == "deepspeed":
-        raise StateError(f"{name} is DeepSpeed's {type(module).__name__}: use fully_shard (FSDP2).")
-    for key, parameter in module.named_parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        if type(local) is not torch.Tensor:
-            raise StateError(
-                f"{name}.{key} is stored as {type(local).__name__}: ShardedState keeps plain tensors only."
-            )
-    for key, buffer in module.named_buffers():
-        if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
-            raise StateError(
-                f"the buffer {name}.{key} is sharded: ShardedState keeps buffers that are whole on each rank."
-            )
-
-
-def check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """StateError if ShardedState cannot recover `optimizer`."""
-    kinds = {base.__name__ for base in type(optimizer).__mro__}
-    if "LBFGS" in kinds:
-        raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
-    if "ZeroRedundancyOptimizer" in kinds or type(optimizer).__module__.split(".")[0] == "deepspeed":
-        raise StateError(f"{name} is {type(optimizer).__name__}: use a plain torch.optim optimizer with fully_shard.")

@@ -26,7 +26,7 @@ from nbelastic.sharded.arena import Arena, Shard, ShardTensor
 from nbelastic.sharded.checkpoint_names import Names
 from nbelastic.sharded.checkpoint_reading import RECORD, Stored, newest
 from nbelastic.sharded.chunks import Layout
-from nbelastic.sharded.holdings import Holdings, Record
+from nbelastic.sharded.holdings import Record
 from nbelastic.sharded.whole_commits import Commit
 from nbelastic.state.checkpoint_files import prepare, reason, reserved, still_there
 from nbelastic.state.checkpoints import Plan, Saving, as_folder
@@ -335,16 +335,6 @@ class ShardedPlan:
         except WorldAborted:
             return True
         return False
-
-
-def own_commits(holdings: Holdings) -> dict[Commit, Snapshot]:
-    """The commits that this rank has made in the generation whose models were bound last, as far as it holds them."""
-    newest = max(holdings.ranks, default=0)
-    return {
-        held.commit: Snapshot(held.commit, shard, holdings.records[held.commit])
-        for held, shard in holdings.shards.items()
-        if (held.commit.generation, held.shard) == (newest, holdings.ranks[newest]) and held.commit in holdings.records
-    }
 
 
 def save(writer: Writer, path: str | Path, keep: int, take: Callable[[], Snapshot]) -> Saving:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nbelastic.sharded.arena import Shard
 from nbelastic.sharded.bound import Bound
+from nbelastic.sharded.bound_checks import check_replicated
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.parameters import requires_grad
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Origin, Statement
@@ -22,9 +23,13 @@ def present_record(contents: Contents, bound: Bound, program: Record) -> Record:
 
     `program`: what a later program needs to take over the commit, see `takeover.program_record`.
     """
+    bound.check_unchanged()
+    small = contents.small()
+    for name, value in small.items():
+        check_replicated(name, value)
     return {
         "program": program,
-        "small": {name: frozen_value(name, value) for name, value in contents.small().items()},
+        "small": {name: frozen_value(name, value) for name, value in small.items()},
         "kinds": contents.kinds(),
         "buffers": clone_tensors(bound.buffers()),
         "extra": bound.extra.copy(),

@@ -12,7 +12,8 @@ import torch
 from nbelastic.errors import StateError
 from nbelastic.sharded.arena import ShardTensor
 from nbelastic.sharded.chunks import Layout
-from nbelastic.sharded.holdings import Holdings, full_record
+from nbelastic.sharded.holdings import Holdings
+from nbelastic.sharded.snapshots import live_snapshot
 from nbelastic.sharded.whole_commits import Commit
 from nbelastic.state.checkpoint_files import flush, prepare, reason
 
@@ -59,12 +60,11 @@ def load_kept(state: Any, folder: Path, commit: int) -> None:
 def _held(state: Any) -> Holdings:
     """What would be held if the generation had ended now."""
     held: Holdings = state._holdings.copy()
-    replication, bound, live = state._replication, state._bound, state._live_commit
+    replication, live = state._replication, live_snapshot(state)
     if replication is not None:
         held.add_copies(replication.arrived(), replication.held_on_host())
-    if bound is not None and live is not None and not held.has_own(live):
-        shard = bound.shard()
-        held.add_own(live, shard, full_record(state._live_record, bound, shard))
+    if live is not None:
+        held.add_own(*live)
     return held
 
 

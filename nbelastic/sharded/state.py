@@ -18,18 +18,21 @@ from nbelastic.protocol.worker_messages import Continued
 from nbelastic.sharded import kept_state
 from nbelastic.sharded.agreement import agree_on_commit, commit_message, keep_message
 from nbelastic.sharded.arena import Shard
-from nbelastic.sharded.bound import Bound, bind_values, check_small, whole_but_trained
+from nbelastic.sharded.bound import Bound, bind_values, whole_but_trained
+from nbelastic.sharded.bound_checks import check_small
 from nbelastic.sharded.buddies import hand_over
 from nbelastic.sharded.checkpoint_names import Names
 from nbelastic.sharded.checkpoint_start import Start
-from nbelastic.sharded.checkpoints import Snapshot, own_commits, save
+from nbelastic.sharded.checkpoints import save
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.copy_waits import CopyWaits
 from nbelastic.sharded.filling import prepare
 from nbelastic.sharded.holdings import Holdings, Record, full_record, present_record
 from nbelastic.sharded.mesh_caches import clear_mesh_caches
+from nbelastic.sharded.outside_changes import OutsideChanges
 from nbelastic.sharded.refill import run_in_order, send_shards
 from nbelastic.sharded.replication import Replication
+from nbelastic.sharded.snapshots import kept_commits, live_snapshot, snapshot
 from nbelastic.sharded.takeover import merged_small, program_record
 from nbelastic.sharded.transfer import broadcast_bytes
 from nbelastic.sharded.whole_commits import Choice, Commit, Lost, continued
@@ -63,6 +66,7 @@ class ShardedState(State):
 
     _kept = kept_state
     _is_sharded = True
+    _snapshot, _kept_commits = snapshot, kept_commits
 
     def __init__(self, *unnamed: Any, copies: int = 1, every: int = 1, **values: Any) -> None:
         for name, number, least in (("copies", copies, 0), ("every", every, 1)):
@@ -85,10 +89,16 @@ class ShardedState(State):
         self._given: dict[str, Any] = {}  # the same at the commit that `bind` takes over from an earlier program
         self._program: Record = {}  # of the bound models, see `program_record`
         self._copy_waits = CopyWaits(every)
+        self._outside = OutsideChanges({})
         self._is_after_loss = False  # the last generation was aborted
         self._continued: Continued | None = None  # for the event log
         self._start = Start()
         super().__init__(*unnamed, **values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name in self._small_names:
+            check_small({name: value})
+        super().__setattr__(name, value)
 
     # ---- for the program ----
 
@@ -133,6 +143,7 @@ class ShardedState(State):
         )
         self._replication.continued = self._continued
         session.report_copies(self._replication.report)
+        self._outside = OutsideChanges(bound.parameters, self._outside.moving)
         self._set_live()
         self._replicate()
 
@@ -151,10 +162,7 @@ class ShardedState(State):
             session.check(bound.device)
             self.commits += 1
             self._set_live()
-            if self.commits % self._every == 0:
-                self._replicate()
-            elif self._replication is not None:
-                self._absorb(self._replication.finish_if_done())
+            self._replicate(is_due=self.commits % self._every == 0)
             # Every rank has filled its shard: it has made a step.
             if not self._copies and self._live_commit is not None:
                 self._holdings.keep_record(self._live_commit, self._live_record)
@@ -251,10 +259,9 @@ class ShardedState(State):
         if self._replication is not None:
             self._keep_copies(self._replication, wait=aborted)
         self._modes.restore()
-        bound, live = self._bound, self._live_commit
-        if bound is not None and live is not None and not self._holdings.has_own(live):
-            shard = bound.shard()
-            self._holdings.add_own(live, shard, full_record(self._live_record, bound, shard))
+        live = live_snapshot(self)
+        if live is not None:
+            self._holdings.add_own(*live)
         self._unbind()
 
     def _keep_copies(self, replication: Replication, *, wait: bool) -> None:
@@ -310,9 +317,8 @@ class ShardedState(State):
 
     def _small_message(self, commit: Commit) -> bytearray:
         """For ranks that did not make the chosen commit: its small values, and how its shards were split."""
-        assert self._session is not None
-        logs = self._contents.named(StepLog)
-        given = merged_small(self._holdings.records[commit], self._session.programs.program, self._first_small, logs)
+        logs, record = self._contents.named(StepLog), self._holdings.records[commit]
+        given = merged_small(record, self._session.programs.program, self._first_small, logs) if self._session else {}
         return to_bytes({**commit_message(self._holdings, commit), "given": given, "token": uuid.uuid4().hex})
 
     def _cell_ended(self, *, accepted: bool, changed: bool) -> None:  # noqa: ARG002
@@ -333,11 +339,13 @@ class ShardedState(State):
         for name in [name for name in self._contents.values if name not in self._small_names]:
             del self._contents.values[name]
         self._bound = self._layout = self._replication = self._group = self._live_commit = None
+        self._outside = OutsideChanges({}, self._outside.moving)
 
     def _before_step(self) -> None:
         """An optimizer is about to change the live tensors."""
         if self._live_commit is not None and self._session is not None and self._bound is not None:
             self._session.check(self._bound.device)
+            self._print(self._outside.find())
         self._live_commit = None
 
     def _set_live(self) -> None:
@@ -347,24 +355,8 @@ class ShardedState(State):
         assert layout is not None
         record = present_record(self._contents, bound, self._program) | {"random": rng.get_states()}
         bound.committed()
+        self._outside.clear()
         self._live_commit, self._live_record = Commit(layout.generation, self.commits), record
-
-    def _snapshot(self) -> Snapshot:
-        """The state as it is now."""
-        bound, layout = self._bound, self._layout
-        assert bound is not None
-        assert layout is not None
-        shard, commit = bound.shard(), Commit(layout.generation, self.commits)
-        record = present_record(self._contents, bound, self._program)
-        return Snapshot(commit, shard, full_record(record, bound, shard))
-
-    def _kept_commits(self) -> dict[Commit, Snapshot]:
-        """The commits of which this rank has its own shard, made in the generation whose models were bound last."""
-        found, bound, live = own_commits(self._holdings), self._bound, self._live_commit
-        if bound is not None and live is not None:
-            shard = bound.shard()
-            found[live] = Snapshot(live, shard, full_record(self._live_record, bound, shard))
-        return found
 
     def _set_small(self, record: Record) -> None:
         """Set counters, samplers and schedulers, as far as they are there, and this rank's random generators."""
@@ -373,10 +365,14 @@ class ShardedState(State):
         if "random" in record:
             rng.set_states(record["random"])
 
-    def _replicate(self) -> None:
-        """Copy the present commit, and begin to send it to the buddies."""
+    def _replicate(self, *, is_due: bool = True) -> None:
+        """If it is due, copy the present commit, and begin to send it to the buddies."""
         bound, live, replication = self._bound, self._live_commit, self._replication
-        if not self._copies or replication is None or bound is None or live is None:
+        if replication is None or bound is None or live is None:
+            return
+        if not (self._copies and is_due):
+            self._outside.note()
+            self._absorb(replication.finish_if_done())
             return
         begun = time.monotonic()
         self.finish_copies()

@@ -30,7 +30,7 @@ class Layout:
         """Whether a parameter or submodule was added, replaced or removed since. Another name for one does not count."""
         if self._is_untouched():
             return False
-        now = Layout(self._outer)
+        now = type(self)(self._outer)
         if not self._has_the_same(now):
             return True
         self.__dict__.update(now.__dict__)

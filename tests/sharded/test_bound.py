@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import nbelastic as nbe
 from nbelastic.errors import StateError, UsageError
 from nbelastic.sharded.arena import ShardTensor
-from nbelastic.sharded.bound import Bound, bind_values, check_small, whole_but_trained
+from nbelastic.sharded.bound import Bound, bind_values, whole_but_trained
+from nbelastic.sharded.bound_checks import check_small
 from nbelastic.sharded.chunks import Layout, Parameter
 from nbelastic.sharded.parameters import local_tensor
 from nbelastic.sharded.refill import check_fits

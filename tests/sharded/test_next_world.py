@@ -2,11 +2,13 @@
 
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import nbelastic as nbe
+from nbelastic.errors import StateError
 from nbelastic.worker import ranks
 from tests.sharded.fake_world import fake_world
 from tests.sharded.test_commits import Session
@@ -14,10 +16,10 @@ from tests.state.conftest import formation
 
 
 @contextmanager
-def worlds(monkeypatch, checkpoint=None):
+def worlds(monkeypatch, checkpoint=None, **options):
     """`enter()` begins the next world, and returns the state with new models: it trains the last layer only."""
     monkeypatch.setattr(ranks, "device", lambda: torch.device("cpu"))
-    state, generations = nbe.ShardedState(), iter(range(1, 9))
+    state, generations = nbe.ShardedState(**options), iter(range(1, 9))
     if checkpoint is not None:
         state.load(checkpoint)
     state.begin(Session())
@@ -80,3 +82,108 @@ def test_a_checkpoint_says_which_parameters_are_trained(monkeypatch, tmp_path, c
         assert enter().model[0].weight.requires_grad
     line = f"requires_grad of model.0.weight and of 1 more is as in {path.name}, and not as the program has set it."
     assert line in capsys.readouterr().err
+
+
+# ---- what changes between a commit and the next step ----
+
+
+def counted(weight):
+    with torch.no_grad():
+        weight.lerp_(torch.ones_like(weight), 0.5)
+
+
+def uncounted(weight):
+    weight.data.copy_(weight.data * 0.5 + 0.5)
+
+
+@pytest.mark.parametrize("move", [counted, uncounted])
+def test_an_average_that_moves_after_a_commit_does_not_move_twice(monkeypatch, capsys, move):
+    """The loop moves it again after a break. Replicas (HSDP) took the moved values of the survivors for those of the commit."""
+    with worlds(monkeypatch, copies=0) as enter:
+        state = enter()
+        for _ in range(2):
+            step(state)
+            move(state.model[0].weight)
+        step(state)
+        for _ in range(2):
+            average = state.model[0].weight.full_tensor().clone()
+            move(state.model[0].weight)
+            trained = state.model[2].weight.full_tensor().clone()
+            state = enter()
+            assert torch.equal(state.model[0].weight.full_tensor(), average)
+            assert torch.equal(state.model[2].weight.full_tensor(), trained)
+    assert capsys.readouterr().err.count("model.0.weight changes between a commit and the next step") == 1
+
+
+@pytest.mark.parametrize("move", [counted, uncounted])
+def test_the_first_change_after_a_commit(monkeypatch, move):
+    """No copy has the values of that commit: the job goes on from an older one, or says that it has none."""
+    with worlds(monkeypatch, every=2) as enter:
+        state = enter()
+        for _ in range(3):
+            step(state)
+        move(state.model[0].weight)
+        assert enter().commits == 2
+    with worlds(monkeypatch, copies=0) as enter:
+        step(state := enter())
+        move(state.model[0].weight)
+        with pytest.raises(StateError, match="the training state is lost"):
+            enter()
+
+
+def test_values_that_are_not_numbers_are_equal(monkeypatch):
+    """NaN in a weight is no change of it."""
+    with worlds(monkeypatch, copies=0) as enter:
+        state = enter()
+        with torch.no_grad():
+            state.model[0].bias.fill_(torch.nan)
+        step(state)
+        enter()
+
+
+# ---- what no commit has ----
+
+
+def test_layers_that_come_after_bind_are_refused_by_the_next_commit(monkeypatch):
+    """The next world had the old layer, with its old values. A layer without parameters, as a loss, changes nothing."""
+    with worlds(monkeypatch) as enter:
+        state = enter()
+        state.model.criterion = nn.Identity()
+        step(state)
+        step(state)
+        before = state.commits
+        state.model[1] = nn.Linear(4, 4)
+        with pytest.raises(StateError, match="a layer or parameter was added, replaced or removed after bind"):
+            step(state)
+        assert (before, enter().commits) == (2, 2)
+
+
+def test_a_model_for_a_name_that_had_none_is_refused(monkeypatch):
+    """It stayed that of the survivors, and newcomers had None."""
+    with worlds(monkeypatch, best=None) as enter:
+        state = enter()
+        with pytest.raises(StateError, match=r"best is a Linear: .* give it to bind\(best=…\)"):
+            state.best = nn.Linear(4, 4)
+        state.best = 0.5
+        step(state)
+        assert enter().best == 0.5
+
+
+def test_sharded_tensors_as_small_values_are_refused(monkeypatch):
+    """They are parts of the present world. The next one failed with an error of torch that names nothing."""
+    with worlds(monkeypatch, average=None) as enter:
+        state = enter()
+        state.average = {"weights": [one.detach().clone() for one in state.model.parameters()]}
+        with pytest.raises(StateError, match="average holds a tensor that is sharded over the ranks of this world"):
+            step(state)
+
+
+def test_sharded_tensors_in_an_attribute_of_an_optimizer_are_refused(monkeypatch):
+    """As the slow weights of a Lookahead: each world makes the optimizer anew. A list of its own parameters is fine."""
+    with worlds(monkeypatch) as enter:
+        state = enter()
+        state.optimizer.watched = list(state.model[2].parameters())
+        step(state)
+        state.optimizer.slow = [one.detach().clone() for one in state.model[2].parameters()]
+        with pytest.raises(StateError, match="optimizer keeps sharded tensors in its attribute 'slow'"):
+            step(state)
