@@ -132,7 +132,7 @@ def test_the_first_change_after_a_commit(monkeypatch, move):
 
 
 def test_values_that_are_not_numbers_are_equal(monkeypatch):
-    """NaN in a weight is no change of it."""
+    """A weight that is NaN is equal to itself."""
     with worlds(monkeypatch, copies=0) as enter:
         state = enter()
         with torch.no_grad():
