@@ -43,9 +43,11 @@ class Names:
                         self.buffers[InModel(model, name)] = known[buffer]
         for name, optimizer in bound.optimizers.items():
             trained = [first[one] for one in optimizers.parameters(optimizer)]
-            one_model = len({self.parameters[parameter][0].model for parameter in trained}) == 1
-            self.optimizers[name] = {
-                parameter: self.parameters[parameter][0].name if one_model else parameter for parameter in trained
+            models = {self.parameters[parameter][0].model for parameter in trained}
+            by_name = {parameter: known[0] for parameter, known in self.parameters.items()}
+            self.optimizers[name] = {  # first those that it trains; groups of others may be added
+                parameter: by_name[parameter].name if models == {by_name[parameter].model} else parameter
+                for parameter in dict.fromkeys([*trained, *by_name])
             }
 
     def paths(self, tensor: ShardTensor) -> list[tuple[str, ...]]:

@@ -84,6 +84,20 @@ def test_a_checkpoint_says_which_parameters_are_trained(monkeypatch, tmp_path, c
     assert line in capsys.readouterr().err
 
 
+def test_a_checkpoint_has_groups_that_were_added(monkeypatch, tmp_path):
+    """With what the optimizer keeps for their parameters. From the addition on, no checkpoint was written."""
+    with worlds(monkeypatch) as enter:
+        state = enter()
+        state.optimizer.add_param_group({"params": list(state.model[1].parameters()), "lr": 0.02})
+        step(state)
+        path, trained = state.save(tmp_path).wait(20), state.optimizer.state[state.model[1].bias]["exp_avg"]
+        trained = trained.full_tensor().clone()
+    with worlds(monkeypatch, path) as enter:
+        state = enter()
+        assert [group["lr"] for group in state.optimizer.param_groups] == [0.1, 0.02]
+        assert torch.equal(state.optimizer.state[state.model[1].bias]["exp_avg"].full_tensor(), trained)
+
+
 # ---- what changes between a commit and the next step ----
 
 
