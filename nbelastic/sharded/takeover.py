@@ -17,6 +17,7 @@ from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
 from nbelastic.sharded.parameters import requires_grad
+from nbelastic.state.optimizers import grown
 from nbelastic.state.takeover import REQUIRES_GRAD, describe_taken, merge, merged
 from nbelastic.state.user_words import UserWords
 
@@ -80,6 +81,8 @@ def taken_record(record: Record, bound: Bound, program: Record, common: Collecti
     `program` is the record of the present program, `words` its `Contents.user_words`.
     """
     theirs, settings, buffers = record["program"], bound.settings(), bound.buffers()
+    for name, one in settings.items():
+        one["names"] = grown(one["names"], record["optimizers"].get(name, one)["names"], bound.parameters)
     same = {name for name, kind in program["kinds"].items() if theirs["kinds"].get(name) == kind}
     trained = {name: {key for group in settings[name]["names"] for key in group} & {*common} for name in same}
     present = {**record["small"], **{name: one["groups"] for name, one in record["optimizers"].items()}}
@@ -91,8 +94,9 @@ def taken_record(record: Record, bound: Bound, program: Record, common: Collecti
         "requires_grad": merged(base, present, edited, REQUIRES_GRAD, small.own),
         "small": {name: value for name, value in small.values.items() if name not in settings},
         "optimizers": {
-            name: {"groups": small.values.get(name, one["groups"]), "names": one["names"]}
+            name: {"groups": groups[: len(one["names"])], "names": one["names"][: len(groups)]}
             for name, one in settings.items()
+            for groups in [small.values.get(name, one["groups"])]
         },
         "scalars": {
             name: {key: one for key, one in record["scalars"].get(name, {}).items() if key in trained.get(name, ())}

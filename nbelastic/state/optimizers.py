@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,6 +151,14 @@ def regroup(optimizer: Optimizer, wanted: dict[str, Any], names: Mapping[torch.T
     del optimizer.param_groups[len(theirs) :]
     for group, kept in zip(theirs[len(mine) :], wanted["groups"][len(mine) :], strict=True):
         optimizer.add_param_group({**kept, "params": [by_name[key] for key in group]})
+
+
+def grown(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], known: Collection[str]) -> list[Sequence[str]]:
+    """The groups `own`, as names of parameters, and those that `theirs` has more. Without these if a name is not known, or in `own`."""
+    added = [*theirs[len(own) :]]
+    used = {key for group in own for key in group}
+    fits = all(key in known and key not in used for group in added for key in group)
+    return [*own, *(added if fits else ())]
 
 
 def set_contents(optimizer: Optimizer, received: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from nbelastic.errors import StateError
 from nbelastic.state import optimizers, rng
-from nbelastic.state.optimizers import frozen
+from nbelastic.state.optimizers import frozen, grown, regroup
 from nbelastic.state.state import State
 from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
@@ -55,8 +55,9 @@ def take_over(new: State, old: State, base: Initial, edited: Initial) -> Taken:
         sharded._follow(old)
         return Taken([], may_be_unequal=False)
     tensors = _take_tensors(new, old)
-    entries = _take_entries(new, old)
     small = merge(old._small_values(), base.small, edited.small, new._contents.named(StepLog))
+    _take_groups(new, old, small)
+    entries = _take_entries(new, old)
     new._set_small_values(small.values)
     new._contents.extra.set(old._contents.extra.live())
     present = old._contents.requires_grad()
@@ -102,6 +103,20 @@ def _take_tensors(new: State, old: State) -> list[str]:
             elif source is not tensor:
                 tensor.copy_(source)
     return fresh
+
+
+def _take_groups(new: State, old: State, small: Merged) -> None:
+    """Add the parameter groups that optimizers got during the training, as far as the merge has them."""
+    for name, optimizer in new._contents.named(torch.optim.Optimizer).items():
+        source, groups = old._contents.values.get(name), small.values.get(name, [])
+        if isinstance(source, torch.optim.Optimizer) and len(groups) > len(optimizer.param_groups):
+            own, theirs = (
+                [[state._contents.names[one] for one in group["params"]] for group in of.param_groups]
+                for state, of in ((new, optimizer), (old, source))
+            )
+            wanted = grown(own, theirs, new._contents.names.values())
+            small.values[name] = groups[: len(wanted)]
+            regroup(optimizer, {"names": wanted, "groups": small.values[name]}, new._contents.names)
 
 
 def _take_entries(new: State, old: State) -> list[str]:

@@ -52,6 +52,10 @@ def head():
     return nn.Linear(4, 2)
 
 
+def last_layer(parameters, lr):
+    return torch.optim.AdamW([*parameters][-2:], lr=lr)
+
+
 class Counting(nn.Module):
     """A layer that keeps the count of its calls beside parameters and buffers."""
 
@@ -172,6 +176,22 @@ def test_layers_that_were_unfrozen_stay_so():
         notes = taken(new, old).notes
         frozen = [name for name, one in new.model.named_parameters() if not one.requires_grad]
         assert (frozen, notes) == (["1.weight", "2.bias"], ["the new program sets requires_grad.model.2.bias"])
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_groups_that_were_added_are_taken_over(edited):
+    """A loop added one at a commit that the new program does not run. If the user trains its parameters from the start, they count."""
+    with fake_world(0, 1) as mesh:
+        old = make(mesh, optimize=last_layer)
+        old.filling.begin()
+        old.optimizer.add_param_group({"params": list(old.model[0].parameters()), "lr": 0.02})
+        old.train()
+        new = make(mesh, NEW, optimize=torch.optim.AdamW if edited else last_layer)
+        taken(new, old)
+        rates = [group["lr"] for group in new.optimizer.param_groups]
+        assert rates == ([0.1] if edited else [0.1, 0.02])
+        own, theirs = (one.optimizer.state[one.model[0].bias]["exp_avg"].full_tensor() for one in (new, old))
+        assert torch.equal(own, theirs)
 
 
 def test_what_the_user_has_edited_counts():

@@ -72,6 +72,28 @@ def test_the_old_state_stays_as_it_is():
     assert all(torch.equal(e[k], c[k]) for e, c in zip(momentum, copies, strict=True) for k in c)
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_groups_that_were_added_are_taken_over(edited):
+    """A loop added one at a commit that the new program does not run. If the user trains its parameters from the start, they count."""
+
+    def late(everything=False):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        return nbe.TorchState(
+            model=model, optimizer=torch.optim.AdamW((model if everything else model[1]).parameters(), lr=0.1)
+        )
+
+    old, new = late(), late(edited)
+    base, model = initial_values(old), old.model
+    old.optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
+    model(torch.ones(2, 3)).sum().backward()
+    old.optimizer.step()
+    old.commit()
+    take_over(new, old, base, initial_values(new))
+    assert [group["lr"] for group in new.optimizer.param_groups] == ([0.1] if edited else [0.1, 0.02])
+    own, theirs = (one.optimizer.state[one.model[0].bias]["exp_avg"] for one in (new, old))
+    assert torch.equal(own, theirs)
+
+
 def test_what_the_user_has_edited_counts():
     """A new learning rate is used, also under a scheduler; the schedule's position goes on. A note says what was set."""
     old, base = trained(lr=0.1, patience=3)
