@@ -184,9 +184,9 @@ class Bound:
         """StateError if a record is of other models or optimizers. `source`: where it is from, and what to do."""
         check_same("optimizer", self.optimizers, record["optimizers"], source)
         check_same("model", self.modules, record["buffers"], source)
-        kinds = record.get("program", {}).get("kinds", {})
+        kinds = record.get("kinds", {})  # checkpoints of older versions have none
         for name, optimizer in self.optimizers.items():
-            optimizers.check_kind(name, optimizer, kinds.get(name, "").rpartition(".")[2] or None, source)
+            optimizers.check_kind(name, optimizer, kinds.get(name), source)
 
     def set_record(self, record: Mapping[str, Any], shard: Shard, *, is_part: bool = False) -> None:
         """Set all that a commit has beside parameters: see `holdings.full_record`. `shard`, `is_part`: see `set_optimizers`."""

@@ -30,7 +30,7 @@ def present_record(contents: Contents, bound: Bound, program: Record) -> Record:
     return {
         "program": program,
         "small": {name: frozen_value(name, value) for name, value in small.items()},
-        "kinds": contents.kinds(),
+        "kinds": contents.kinds() | {name: type(one).__name__ for name, one in bound.optimizers.items()},
         "buffers": clone_tensors(bound.buffers()),
         "extra": bound.extra.copy(),
         "requires_grad": requires_grad(bound.parameters),

@@ -16,7 +16,7 @@ from tests.state.conftest import formation
 
 
 @contextmanager
-def worlds(monkeypatch, checkpoint=None, **options):
+def worlds(monkeypatch, checkpoint=None, optimize=torch.optim.AdamW, **options):
     """`enter()` begins the next world, and returns the state with new models: it trains the last layer only."""
     monkeypatch.setattr(ranks, "device", lambda: torch.device("cpu"))
     state, generations = nbe.ShardedState(**options), iter(range(1, 9))
@@ -33,7 +33,7 @@ def worlds(monkeypatch, checkpoint=None, **options):
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
             model[0].requires_grad_(False)
             fully_shard(model, mesh=mesh)
-            state.bind(model=model, optimizer=torch.optim.AdamW(model[2].parameters(), lr=0.1))
+            state.bind(model=model, optimizer=optimize(model[2].parameters(), lr=0.1))
             return state
 
         yield enter
@@ -96,6 +96,16 @@ def test_a_checkpoint_has_groups_that_were_added(monkeypatch, tmp_path):
         state = enter()
         assert [group["lr"] for group in state.optimizer.param_groups] == [0.1, 0.02]
         assert torch.equal(state.optimizer.state[state.model[1].bias]["exp_avg"].full_tensor(), trained)
+
+
+def test_a_checkpoint_of_another_class_of_optimizer_is_refused(monkeypatch, tmp_path):
+    """Its learning rate and entries mean something else there. The job trained on with them, without a word."""
+    with worlds(monkeypatch) as enter:
+        step(state := enter())
+        path = state.save(tmp_path).wait(20)
+    for other in (torch.optim.SGD, torch.optim.NAdam):
+        with worlds(monkeypatch, path, other) as enter, pytest.raises(StateError, match="the class of optimizer is"):
+            step(enter())
 
 
 # ---- what changes between a commit and the next step ----
