@@ -1,7 +1,8 @@
 """The view by the rules of VS Code's notebook renderer, as far as a page can have them.
 
-VS Code shows outputs in a sandboxed frame whose policy allows no other origin. Its style sheet changes all tables, there is
-no JupyterLab, and clicks on links go to VS Code. anywidget's front end loads the module from a blob.
+VS Code shows outputs in a sandboxed frame whose policy allows no other origin. Its style sheets change all tables, have the
+colours of a light JupyterLab, and put widgets on white. Clicks on links go to VS Code. anywidget's front end loads the module
+from a blob.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ EXPECTED = (
 EDITOR = f'<!doctype html><title>Editor</title><iframe sandbox="{SANDBOX}" src="webview.html" style="width: 800px; height: 700px">'
 WEBVIEW = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Outputs</title>
 <style>
-  :root { --vscode-editor-foreground: #cccccc; --vscode-editor-background: #1e1e1e; --vscode-widget-border: #454545; }
+  html { --vscode-editor-foreground: #cccccc; --vscode-editor-background: #1e1e1e; }
+  :root { --jp-ui-font-color1: rgba(0, 0, 0, 0.87); --jp-layout-color1: white; --jp-border-color2: #bdbdbd; }
   body { margin: 0; background: var(--vscode-editor-background); color: var(--vscode-editor-foreground); }
   table, thead, tbody, tr, th, td { border: none !important; border-collapse: collapse; }
   table, tr, th { text-align: left !important; }
   table { width: 100%; }
   th, td { padding: 4px 8px; }
   tr:nth-child(even), thead { background-color: rgb(130 130 130 / 10%); }
+  .cell-output-ipywidget-background { background: white !important; padding: 8px; }
 </style>
-<body class="vscode-dark" data-vscode-theme-kind="vscode-dark"><main></main>
+<body class="vscode-dark" data-vscode-theme-kind="vscode-dark"><main class="cell-output-ipywidget-background"></main>
 <script type="module" src="front_end.mjs"></script>"""
 FRONT_END = """
 import { FakeModel } from "./fake_model.mjs";
@@ -104,10 +107,16 @@ def evaluate(page, script):
     return page.frames[1].evaluate(script)
 
 
+def colours(page, selector):
+    style = page.frames[1].locator(selector).evaluate_handle("node => getComputedStyle(node)")
+    return style.evaluate("style => [style.color, style.backgroundColor, style.colorScheme]")
+
+
 def test_the_view_works_in_a_notebook_of_vs_code(page, webview, output_path):
     """It is drawn in VS Code's colours, with charts and every panel, and its clicks send messages."""
     expect(webview.get_by_role("img", name="loss from")).to_be_visible()
-    assert webview.locator(".nbe").evaluate("node => getComputedStyle(node).color") == "rgb(204, 204, 204)"
+    assert colours(page, ".nbe") == ["rgb(204, 204, 204)", "rgb(30, 30, 30)", "dark"]
+    assert colours(page, "main")[1] == "rgba(0, 0, 0, 0)"
     for name, text in (("Logs", "another one"), ("Step times", "rank 2"), ("Stacks", ""), ("Timeline", "world of 4")):
         webview.get_by_role("tab", name=name).click()
         expect(webview.get_by_role("tabpanel", name=name)).to_contain_text(text)
