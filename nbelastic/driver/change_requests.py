@@ -134,7 +134,7 @@ def is_paused(cluster: ClusterState) -> str | None:
     if not cluster.halt.paused_by:
         raise UsageError("the training has ended, or was resumed, before it came to the next commit.")
     is_over = cluster.phase == "paused" and not (cluster.halt.steps or cluster.halt.steps_to)
-    return f"paused at commit {cluster.halt.commit}" if is_over else None
+    return f"paused at commit {cluster.halt.commit} of generation {cluster.generation}" if is_over else None
 
 
 def stop_job(cluster: ClusterState, by: str) -> ChangeRequest:

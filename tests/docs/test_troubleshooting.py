@@ -16,6 +16,7 @@ ROWS = [
 SOURCES = [*(ROOT / "nbelastic").rglob("*.py"), *(ROOT / "widgets" / "src").glob("*.js")]
 CODE = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in SOURCES))  # texts over several lines
 OTHERS = {
+    "Click to show javascript error",
     "Error displaying widget: model not found",
     "queued (Resources)",
     "%elastic_run",

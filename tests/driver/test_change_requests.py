@@ -89,7 +89,7 @@ def test_a_training_is_paused_when_all_ranks_stand_still():
     story.send(request.event)
     assert done() is None
     story.answer()
-    assert done() == "paused at commit 1"
+    assert done() == "paused at commit 1 of generation 1"
     resume, resumed = parse_request(story, {"order": "resume"})
     story.send(resume.event)
     assert resumed() == ""
