@@ -1,24 +1,28 @@
-"""The dashboards that cells show: one for each cluster. That of a cluster that has ended is closed when another one begins."""
+"""The dashboards that cells show: one for each cluster and each session of a front end.
+
+The dashboards of a cluster that has ended are closed when another one begins.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
     from nbelastic.notebook.dashboard import Dashboard
 
-_shown: dict[Cluster, Dashboard] = {}
+_shown: dict[tuple[Cluster, str], Dashboard] = {}
 
 
 def dashboard_of(cluster: Cluster) -> Dashboard:
-    """The cluster's dashboard, always the same widget: one stream of updates serves all its views."""
+    """The cluster's dashboard, the same widget in all cells of a session: one stream of updates serves all its views."""
     from nbelastic.notebook.dashboard import Dashboard
 
     close_ended(cluster)
-    if cluster not in _shown:
-        _shown[cluster] = Dashboard(cluster)
-    return _shown[cluster]
+    key = (cluster, _session())
+    if key not in _shown:
+        _shown[key] = Dashboard(cluster)
+    return _shown[key]
 
 
 def close_ended(present: Cluster | None) -> None:
@@ -26,5 +30,13 @@ def close_ended(present: Cluster | None) -> None:
 
     Else their subscriptions, threads and events would last as long as the kernel.
     """
-    for cluster in [one for one in _shown if one is not present and one.status().phase == "finished"]:
-        _shown.pop(cluster).close()
+    for key in [key for key in _shown if key[0] is not present and key[0].status().phase == "finished"]:
+        _shown.pop(key).close()
+
+
+def _session() -> str:
+    """The session that sent the present cell. VS Code, after a reload, has a new one and knows no widget of the last one."""
+    from IPython import get_ipython
+
+    parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)() or {}
+    return str(parent.get("header", {}).get("session", ""))

@@ -24,6 +24,22 @@ def test_a_cluster_is_its_dashboard_in_a_notebook_and_text_in_a_terminal(ip, mon
     shown_dashboards.close_ended(None)
 
 
+def test_a_front_end_that_was_reloaded_receives_a_widget_of_its_own(monkeypatch):
+    """VS Code, once reloaded, does not ask the kernel for its widgets: it could not show that of before."""
+    cluster = FakeCluster("a:2").start()
+    shown = []
+    for session in ("first", "first", "second"):
+        shell = SimpleNamespace(get_parent=lambda session=session: {"header": {"session": session}})
+        monkeypatch.setattr("IPython.get_ipython", lambda shell=shell: shell)
+        shown.append(shown_dashboards.dashboard_of(cluster))
+    assert shown[0] is shown[1]
+    assert shown[0] is not shown[2]
+    assert len(cluster.subscribers) == 2
+    cluster.stop()
+    shown_dashboards.close_ended(None)
+    assert cluster.subscribers == []
+
+
 def test_the_dashboard_of_a_cluster_that_has_ended_is_closed_when_another_one_is_shown(ip, magics, monkeypatch):
     """Its subscription ends, and with it its thread. Until then it shows the end. That of a cluster that runs stays."""
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=object()))
