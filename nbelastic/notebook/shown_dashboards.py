@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
     from nbelastic.notebook.dashboard import Dashboard
 
+MOST_SESSIONS = 4  # of a cluster; each has updates of its own, and a page that is loaded again has a new one
 _shown: dict[tuple[Cluster, str], Dashboard] = {}
 
 
@@ -21,6 +22,9 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
     close_ended(cluster)
     key = (cluster, _session())
     if key not in _shown:
+        others = [other for other in _shown if other[0] is cluster]
+        for other in others[: 1 - MOST_SESSIONS]:
+            _shown.pop(other).close()
         _shown[key] = Dashboard(cluster)
     return _shown[key]
 
