@@ -10,23 +10,26 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nbelastic.sharded.arena import Shard
 from nbelastic.sharded.parameters import local_tensor
 from nbelastic.state.tensor_snapshot import versions
 
-SAMPLES = 1024  # elements
+SAMPLE = 64  # elements of each parameter
+LOOKS = 10  # steps before which samples are compared: on a GPU that waits for all that was begun
 OUTSIDE = (
     "{name} changes between a commit and the next step: from now on, commits that are not copied have a copy of it. "
     "Change it between optimizer.step() and state.commit() to save that."
 )
+Count = tuple[list[int] | None, int]  # of changes, as far as they are counted; and where the values are
 
 
-class Mark(NamedTuple):
-    """How often a parameter was changed, as far as it is counted, and some of its bytes."""
+class Noted(NamedTuple):
+    """What all parameters had at a commit, by their order. `samples`: bytes."""
 
-    version: list[int] | None
-    sample: torch.Tensor
+    counts: list[Count]
+    samples: torch.Tensor
 
 
 class OutsideChanges:
@@ -35,44 +38,73 @@ class OutsideChanges:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], moving: Collection[str] = ()) -> None:
         self.moving = {*moving}
         self._parameters = parameters
-        self._marks: dict[str, Mark] = {}
+        self._looks = LOOKS
+        self._places: list[int] = []  # of the values in memory that `_views` reads
+        self._views: list[torch.Tensor] = []
+        self._noted: Noted | None = None
         self._copies: dict[str, torch.Tensor] = {}
 
     def note(self) -> None:
         """The present values are those of a commit that nothing copies."""
-        self._marks = {name: _mark(one) for name, one in self._parameters.items()}
+        counts = self._counts()
+        places = [place for _, place in counts]
+        if places != self._places:
+            self._places, self._views = places, [_sample(one) for one in self._parameters.values()]
+        self._noted = Noted(counts, torch.cat(self._views)) if self._views else None
         self._copies = {
             name: local_tensor(self._parameters[name]).clone() for name in self.moving & self._parameters.keys()
         }
 
     def clear(self) -> None:
         """The last commit is over, or copied."""
-        self._marks, self._copies = {}, {}
+        self._noted, self._copies = None, {}
 
     def find(self) -> str | None:
         """Before a step: look for changes. Returns a line about the first one."""
-        new = self._changed() - self.moving
+        new = self._changed(reads=self._looks > 0) - self.moving
+        self._looks -= self._noted is not None
         is_first = bool(new) and not self.moving
         self.moving |= new
         return OUTSIDE.format(name=min(new)) if is_first else None
 
     def at_commit(self, shard: Shard) -> Shard | None:
         """The live `shard` with the values of the commit; None: they are not known any more."""
-        if self._changed() - self._copies.keys():
+        unknown = self._changed(reads=True) - self._copies.keys()
+        self.moving |= unknown
+        if unknown:
             return None
         return {
             one: tensor if one.optimizer else self._copies.get(one.parameter, tensor) for one, tensor in shard.items()
         }
 
-    def _changed(self) -> set[str]:
-        return {name for name, mark in self._marks.items() if not _equal(mark, _mark(self._parameters[name]))}
+    def _changed(self, *, reads: bool) -> set[str]:
+        """The names of parameters that have changed since the noted commit. `reads`: also those whose samples differ."""
+        if self._noted is None:
+            return set()
+        pairs = zip(self._parameters, self._counts(), self._noted.counts, strict=True)
+        changed = {name for name, now, then in pairs if now != then}
+        if reads:
+            now, sizes = torch.cat(self._views), [view.numel() for view in self._views]
+            if not torch.equal(now, self._noted.samples):
+                parts = zip(now.split(sizes), self._noted.samples.split(sizes), strict=True)
+                differ = [not torch.equal(one, other) for one, other in parts]
+                changed |= {name for name, differs in zip(self._parameters, differ, strict=True) if differs}
+        return changed
+
+    def _counts(self) -> list[Count]:
+        found = []
+        for parameter in self._parameters.values():
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            found.append((versions((parameter, local)), local.data_ptr()))
+        return found
 
 
-def _mark(parameter: torch.Tensor) -> Mark:
-    flat = local_tensor(parameter).reshape(-1)
-    sample = flat[:: max(1, flat.numel() // SAMPLES)].clone()
-    return Mark(versions([parameter]), sample.view(torch.uint8))  # as bytes: NaN differs from itself
-
-
-def _equal(one: Mark, other: Mark) -> bool:
-    return one.version == other.version and torch.equal(one.sample, other.sample)
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """The bytes of some elements, in the parameter's own memory: NaN differs from itself. Of one with gaps in memory none."""
+    local = local_tensor(parameter)
+    dense = local.permute(sorted(range(local.dim()), key=local.stride, reverse=True))
+    if not dense.is_contiguous():
+        return torch.empty(0, dtype=torch.uint8, device=local.device)
+    flat = dense.view(-1)
+    start = max(0, (flat.numel() - SAMPLE) // 2)
+    return flat[start : start + SAMPLE].view(torch.uint8)
