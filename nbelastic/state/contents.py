@@ -17,9 +17,11 @@ from nbelastic.state.extra_states import ExtraStates
 from nbelastic.state.grad_scaler import is_grad_scaler
 from nbelastic.state.layout import Layout
 from nbelastic.state.optimizers import frozen
+from nbelastic.state.schedulers import FORGOTTEN, without_scheduler
 from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
 from nbelastic.state.user_words import UserWords
+from nbelastic.system.log_line import print_line
 
 RECEIVED = "the received state: make the same object before the elastic loop, as one SequentialLR for several schedulers in turn."
 LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)  # all other values are small
@@ -39,6 +41,7 @@ class Contents:
         self._entries = 0  # how many entries the optimizers' states had at the last check
         self.buffers_of_layers: list[Buffers] = []
         self.extra = ExtraStates()
+        self._looks = 2  # for forgotten schedulers: at the first world's beginning, and at its first commit
 
     def named(self, kind: type) -> dict[str, Any]:
         """The values of this kind by name."""
@@ -178,7 +181,12 @@ class Contents:
         return target
 
     def committed(self, *, is_rank_0: bool) -> None:
-        """A commit was made or received: step logs write."""
+        """A commit was made or received: step logs write. In the beginning, a line names what the program has forgotten."""
+        if is_rank_0 and self._looks > 0:
+            self._looks -= 1
+            for name in without_scheduler(self.values):
+                self._looks = 0
+                print_line(FORGOTTEN.format(name=name))
         for log in self.named(StepLog).values():
             log.committed(writes=is_rank_0)
 

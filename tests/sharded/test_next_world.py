@@ -140,14 +140,15 @@ def test_an_average_that_moves_after_a_commit_does_not_move_twice(monkeypatch, c
 
 
 @pytest.mark.parametrize("move", [counted, uncounted])
-def test_the_first_change_after_a_commit(monkeypatch, move):
+@pytest.mark.parametrize("steps", [3, 15])
+def test_the_first_change_after_a_commit(monkeypatch, move, steps):
     """No copy has the values of that commit: the job goes on from an older one, or says that it has none."""
     with worlds(monkeypatch, every=2) as enter:
         state = enter()
-        for _ in range(3):
+        for _ in range(steps):
             step(state)
         move(state.model[0].weight)
-        assert enter().commits == 2
+        assert enter().commits == steps - 1
     with worlds(monkeypatch, copies=0) as enter:
         step(state := enter())
         move(state.model[0].weight)
