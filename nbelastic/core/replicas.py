@@ -8,7 +8,9 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, rank_text
 from nbelastic.protocol.program_events import ReplicaDiffered
 
-CAUSES = "its memory or its device may be faulty, or the program changes the model on this rank only"
+CAUSES = (
+    "its memory or its device may be faulty, or the program changes the model or the learning rate on this rank only"
+)
 
 
 def differs_text(commit: int) -> str:

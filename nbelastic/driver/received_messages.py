@@ -39,7 +39,7 @@ from nbelastic.system import versions
 
 T = TypeVar("T")
 
-NOT_ALIKE = "does the program train without DistributedDataParallel, or change the model on some ranks only?"
+NOT_ALIKE = "does the program train without DistributedDataParallel, or change the model or the learning rate on some ranks only?"
 
 
 class ReceivedMessages:

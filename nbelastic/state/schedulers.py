@@ -1,0 +1,36 @@
+"""Notices learning rate schedulers that a program has forgotten to give to its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+FORGOTTEN = (
+    "{name} has a learning rate scheduler that is not in the state. A worker that joins begins its schedule anew, and then the "
+    "ranks' models differ: give the scheduler to the state too, or set its position in the program."
+)
+
+
+def without_scheduler(values: Mapping[str, Any]) -> list[str]:
+    """The names of the optimizers among `values` for which a scheduler was made that is not among them."""
+    named = [(name, value) for name, value in values.items() if isinstance(value, Optimizer) and _is_scheduled(value)]
+    return [name for name, optimizer in named if not any(_schedules(value, optimizer) for value in values.values())]
+
+
+def _is_scheduled(optimizer: Optimizer) -> bool:
+    """Whether a scheduler was made for it: each of torch's puts a function of its own in place of `step`."""
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def _schedules(value: Any, optimizer: Optimizer) -> bool:
+    """Whether `value` is a scheduler of this optimizer, or an object with one, or may have one, as those of integrations."""
+    if isinstance(value, LRScheduler):
+        return value.optimizer is optimizer
+    if type(value).__module__.startswith("nbelastic.integrations"):
+        return True
+    return any(
+        isinstance(one, LRScheduler) and one.optimizer is optimizer for one in getattr(value, "__dict__", {}).values()
+    )

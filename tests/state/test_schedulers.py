@@ -1,0 +1,53 @@
+"""A scheduler that a program has forgotten to give to its state is noticed: a worker that joins would begin it anew."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR, StepLR
+
+from nbelastic import TorchState
+from nbelastic.state.schedulers import without_scheduler
+
+
+def parts():
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def sequence(optimizer):
+    return SequentialLR(optimizer, [LinearLR(optimizer), StepLR(optimizer, 5)], [3])
+
+
+@pytest.mark.parametrize("make", [lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)), sequence])
+def test_a_scheduler_that_is_not_in_the_state_is_named_once(capsys, make):
+    """Also if the function makes it, after the world has begun. The line says what to do."""
+    values = parts()
+    state = TorchState(**values)
+    scheduler = make(values["optimizer"])
+    for _ in range(3):
+        state.commit()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "optimizer has a learning rate scheduler that is not in the state" in line
+    assert "give the scheduler to the state too" in line
+    assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("make", [lambda optimizer: StepLR(optimizer, 5), sequence])
+def test_a_scheduler_in_the_state_is_not_named(make):
+    """Nor one within another object, as Accelerate's."""
+    values = parts()
+    scheduler = make(values["optimizer"])
+    assert without_scheduler({**values, "scheduler": scheduler}) == []
+    assert without_scheduler({**values, "scheduler": SimpleNamespace(scheduler=scheduler)}) == []
+    assert without_scheduler(parts() | {"step": 0}) == []
+
+
+def test_each_optimizer_needs_its_own():
+    """A GAN has two: the one without its scheduler is named."""
+    first, second = parts(), parts()
+    schedulers = [StepLR(one["optimizer"], 5) for one in (first, second)]
+    values = {"first": first["optimizer"], "second": second["optimizer"]}
+    assert without_scheduler({**values, "scheduler": schedulers[0]}) == ["second"]
+    assert without_scheduler({**values, "one": schedulers[0], "other": schedulers[1]}) == []
