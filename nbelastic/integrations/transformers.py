@@ -57,12 +57,26 @@ def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
         state = ShardedState(**values)
         run = Run(state, progress, Sharding(trainer, state))
     else:
-        state = TorchState(model=trainer.model, optimizer=trainer.optimizer, **values)
+        state = TorchState(model=trainer.model, optimizer=trainer.optimizer, **values, **_other_models(trainer))
         run = Run(state, progress)
     state._contents.user_words = USER_WORDS
     accumulated = trainer.args.gradient_accumulation_steps
     with _elastic(trainer, run):
         return elastic(_train_in_this_world)(state, trainer, accumulated)
+
+
+def _other_models(trainer: Any) -> dict[str, torch.nn.Module]:
+    """Models that it holds beside its own, by name: callbacks may move them, as a reference model that follows slowly."""
+    own = set(_tensors(trainer.model))
+    held = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
+    return {
+        name: value for name, value in held.items() if not name.startswith("_") and not own.issuperset(_tensors(value))
+    }
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _train_in_this_world(_state: TorchState | ShardedState, trainer: Any, accumulated: int) -> TrainOutput:
@@ -188,7 +202,8 @@ def _check(trainer: Any) -> None:
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
             raise UsageError(
                 f"{type(trainer).__name__} has its own {name}(), whose batches would not be elastic: "
-                "give train_dataset and data_collator to the Trainer instead. torch.utils.data.Subset chooses samples."
+                "give train_dataset and data_collator to the Trainer instead. torch.utils.data.Subset chooses samples. "
+                "Or run the program as a script."
             )
     if args.train_sampling_strategy not in ("random", "sequential"):
         raise UsageError(
