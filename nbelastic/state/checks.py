@@ -42,6 +42,11 @@ def check(name: str, value: Any) -> None:
         raise StateError(
             f"{name} is a StatefulDataLoader, whose position differs between ranks: use nbe.ElasticSampler in a DataLoader, or an nbe.ElasticStream."
         )
+    if any(base.__module__.startswith("torchmetrics.") for base in type(value).__mro__):
+        raise StateError(
+            f"{name} is a metric of torchmetrics, whose sums differ between ranks, and which a state does not keep: leave it out, reset it "
+            "at the function's top, and give the results of compute() to the state."
+        )
     if isinstance(value, torch.nn.Module):
         if any(map(_is_sharded, value.modules())):
             raise StateError(SHARDED.format(name=name))

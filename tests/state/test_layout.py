@@ -313,9 +313,13 @@ def graph():
     return nn.Sequential(layer)
 
 
+Metric = type("Metric", (nn.Module,), {"__module__": "torchmetrics.metric"})
+
+
 @pytest.mark.parametrize(
     ("make", "line"),
     [
+        (type("Accuracy", (Metric,), {}), r"thing is a metric of torchmetrics.*the results of compute\(\)"),
         (torch.Generator, r"thing is a torch.Generator: give its get_state\(\)"),
         (StatefulDataLoader, "thing is a StatefulDataLoader.*use nbe.ElasticSampler"),
         (lambda: ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), lr=1), "thing is ZeroRedundancyOptimizer"),
@@ -324,7 +328,7 @@ def graph():
         (managed, "thing is sharded over ranks.*Use DistributedDataParallel"),
         (graph, r"thing\.0\.edges is a sparse tensor \(torch\.sparse_coo\).*make it a plain attribute \(self\.edges"),
     ],
-    ids=["generator", "loader", "zero", "sharded", "fsdp", "inside fsdp", "sparse"],
+    ids=["metric", "generator", "loader", "zero", "sharded", "fsdp", "inside fsdp", "sparse"],
 )
 def test_what_cannot_be_recovered_is_refused_by_name(make, line):
     """The constructor raises, with one line that names an alternative."""
