@@ -59,6 +59,11 @@ def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     return {name: value for name, value in found.items() if value.state is not optimizer.state}
 
 
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be added. A wrapper, as Lookahead, may not call the constructor of torch's class, which makes them."""
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+
+
 def check_inner(named: Mapping[str, Optimizer], call: str) -> None:
     """StateError if one of these holds an optimizer that is not among them. `call`: the name of what takes them."""
     for name, optimizer in named.items():

@@ -26,6 +26,7 @@ from nbelastic.worker.process_group import collectives
 from nbelastic.worker.session import Session
 
 SEVERAL = "several steps per commit"
+SWAPS = "an optimizer changes tensors in eval() and train()"  # a schedule-free one: else its first evaluation were not undone
 EXPOSED = (
     "a collective runs between optimizer.step() and state.commit(): from now on tensors are copied at each commit. "
     "Commit right after the step to save that."
@@ -77,12 +78,12 @@ class StepWatch:
         `record()` is that of the last commit: it keeps what an optimizer has before a program loads other values into it.
         """
         self._session, self._record = session, record
+        self.copying = ""
+        self._changed_outside = self._calm = False
         for optimizer in self._contents.optimizers():
             self.watch(optimizer)
         self._hooks.append(BackwardHook(self._after_backward))
         self._replays.start()
-        self.copying = ""
-        self._changed_outside = self._calm = False
         self.clear_steps()
 
     def watch(self, value: Any) -> None:
@@ -95,10 +96,16 @@ class StepWatch:
             if not self._steps and self._record is not None:
                 self._record().keep_entries(optimizer)
 
+        self._watched.append(value)
+        if hasattr(value, "eval"):
+            self.copying, self._changed_outside = self.copying or SWAPS, True
+        if not optimizers.has_hooks(
+            value
+        ):  # the steps of the one in it are seen; other changes count as outside a step
+            return
         before_step = torch.compiler.disable(self._before_step)  # of a compiled step it runs before each call, too
         self._hooks.append(value.register_step_pre_hook(before_step))
         self._hooks.append(value.register_load_state_dict_pre_hook(before_load))
-        self._watched.append(value)
 
     def stop(self) -> None:
         """Remove the hooks: they and the model would keep each other in memory."""

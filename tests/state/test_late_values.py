@@ -1,4 +1,4 @@
-"""Values that the program assigns or fills during a job: models, other schedulers, arrays; and optimizers inside others."""
+"""Values that the program assigns or fills during a job: models, other schedulers, arrays; and optimizers unlike torch's."""
 
 import re
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from nbelastic import StateError, TorchState
-from tests.state.training import copies, network, receive, step
+from tests.state.training import copies, network, receive, step, weights
 
 
 def test_a_model_that_is_assigned_late_is_part_of_the_next_commit(group, begun):
@@ -146,6 +146,69 @@ def test_an_optimizer_in_a_list_of_another_must_be_in_the_state(several, name):
         TorchState(model=model, whole=whole)
     assert re.search(rf"TorchState\(whole=whole, parts_(0|base)=whole\.{re.escape(name)}, …\)", str(error.value))
     TorchState(model=model, whole=whole, part=next(iter(whole.parts)) if several is list else whole.parts["base"])
+
+
+class Slow(torch.optim.Optimizer):
+    """As Lookahead: torch's constructor is not called, and each second step goes only half of the way."""
+
+    def __init__(self, base):
+        self.base, self.state, self.defaults = base, {}, base.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.param_groups = base.param_groups
+        self.param_groups[0]["count"] = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.base.step()
+        group = self.param_groups[0]
+        group["count"] += 1
+        for p in group["params"] if group["count"] % 2 == 0 else ():
+            slow = self.base.state[p].setdefault("slow", p.clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+def test_an_optimizer_without_hooks_of_its_own(group, begun):
+    """The steps of the one inside are seen, so nothing is copied, and a newcomer goes on alike."""
+    states = []
+    for _ in range(2):
+        model, base = network()
+        states.append(begun(TorchState(model=model, optimizer=Slow(base), base=base)))
+    sender, newcomer = states
+    for _ in range(3):
+        step(sender.model, sender.optimizer)
+        sender.commit()
+    assert not sender._steps.copying
+    receive(newcomer, sender)
+    for state in states:
+        step(state.model, state.optimizer)
+        assert state.optimizer.param_groups[0]["count"] == 4
+    assert weights(sender.model) == weights(newcomer.model)
+
+
+class Averaging(torch.optim.SGD):
+    """As a schedule-free one: `eval()` replaces the weights by averages, and an option says whether it has."""
+
+    @torch.no_grad()
+    def eval(self):
+        self.param_groups[0]["averaged"] = True
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.5)
+
+
+def test_the_first_evaluation_with_averaged_weights_is_undone(group, begun):
+    """The option returned to its value at the commit, and the weights stayed averaged: the training went on with them."""
+    model, _ = network()
+    state = begun(
+        TorchState(model=model, optimizer=Averaging([{"params": model.parameters(), "averaged": False}], lr=0.1))
+    )
+    step(model, state.optimizer)
+    state.commit()
+    committed = weights(model)
+    state.optimizer.eval()
+    state.generation_ended(aborted=True)
+    assert state.clean
+    assert weights(model) == committed
+    assert state.optimizer.param_groups[0]["averaged"] is False
 
 
 @pytest.mark.parametrize("length", [1, 5])
