@@ -186,7 +186,7 @@ class State:
         self._steps.start(session, lambda: self._record)
         self.commits, self._began_at, self._modes = 0, 0, Modes()
         self._survey()
-        check_plain(describe({**self._contents.extra.live(), **self._contents.small()}, []))
+        check_plain(describe({**self._contents.extra.live(), **self._small_values()}, []))
         self._record_start()
 
     def end(self) -> None:

@@ -319,6 +319,14 @@ def test_data_that_is_not_plain_is_refused_at_once(begun, value):
         begun(TorchState(step=0, thing=value))
 
 
+def test_options_that_are_not_plain_are_refused_at_once(begun):
+    """Some optimizers keep a class or a function in their groups."""
+    model, optimizer = network()
+    optimizer.param_groups[0]["kind"] = type(optimizer)
+    with pytest.raises(StateError, match="the state's 'optimizer' is or holds something that is not plain data"):
+        begun(TorchState(model=model, optimizer=optimizer))
+
+
 @pytest.mark.parametrize("steps", [1, 2])  # per commit: with two of them it copies tensors
 def test_a_commit_that_cannot_record_a_value_is_none(group, begun, steps):
     """The state is not the weights of one commit with the counters of another: it is of no commit until the next one."""
