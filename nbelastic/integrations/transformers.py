@@ -66,11 +66,16 @@ def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
 
 
 def _other_models(trainer: Any) -> dict[str, torch.nn.Module]:
-    """Models that it holds beside its own, by name: callbacks may move them, as a reference model that follows slowly."""
-    own = set(_tensors(trainer.model))
-    held = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
+    """Models that it holds beside its own, by name: callbacks may move them, as a reference model that follows slowly.
+
+    Quantized ones are left out: nothing moves them, and a state keeps plain tensors.
+    """
+    own, plain = set(_tensors(trainer.model)), (torch.Tensor, torch.nn.Parameter)
+    held = {name: [*_tensors(value)] for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
     return {
-        name: value for name, value in held.items() if not name.startswith("_") and not own.issuperset(_tensors(value))
+        name: vars(trainer)[name]
+        for name, tensors in held.items()
+        if not name.startswith("_") and not own.issuperset(tensors) and all(type(one) in plain for one in tensors)
     }
 
 

@@ -97,11 +97,9 @@ class StepWatch:
                 self._record().keep_entries(optimizer)
 
         self._watched.append(value)
-        if hasattr(value, "eval"):
+        if hasattr(getattr(value, "optimizer", value), "eval"):  # Accelerate's wrappers all have it
             self.copying, self._changed_outside = self.copying or SWAPS, True
-        if not optimizers.has_hooks(
-            value
-        ):  # the steps of the one in it are seen; other changes count as outside a step
+        if not optimizers.has_hooks(value):  # the steps of the one in it are seen; other changes are outside a step
             return
         before_step = torch.compiler.disable(self._before_step)  # of a compiled step it runs before each call, too
         self._hooks.append(value.register_step_pre_hook(before_step))

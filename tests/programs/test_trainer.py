@@ -137,12 +137,19 @@ def test_a_scheduler_of_ones_own_begins_again_with_the_training(integration, beg
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+def quantized():
+    """Its weights are tensors of a class of their own."""
+    model = torch.nn.Linear(1, 1)
+    model.weight = torch.nn.Parameter(model.weight.data.as_subclass(type("Int8", (torch.Tensor,), {})))
+    return model
+
+
 def test_other_models_of_a_trainer_are_in_the_state(integration, make, monkeypatch):
     """A callback may move a reference model: a newcomer trained with that of the program's beginning."""
     monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
     monkeypatch.setattr(integration, "elastic", lambda _: lambda state, *_: state)
     trainer = make()
-    trainer.ref_model, trainer.scale = torch.nn.Linear(1, 1), torch.nn.ReLU()
+    trainer.ref_model, trainer.scale, trainer.small = torch.nn.Linear(1, 1), torch.nn.ReLU(), quantized()
     trainer.model_wrapped = torch.nn.ModuleList([trainer.model])  # it has no tensors of its own
     state = integration.train(trainer)
     assert state.ref_model is trainer.ref_model
