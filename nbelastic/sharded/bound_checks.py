@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nbelastic.errors import StateError
 from nbelastic.state import optimizers
+from nbelastic.state.checks import check_dense
 from nbelastic.state.contents import LARGE
 from nbelastic.state.layout import Layout
 
@@ -116,6 +117,7 @@ def check_module(name: str, module: torch.nn.Module) -> None:
             raise StateError(
                 f"{name}.{key} is stored as {type(local).__name__}: ShardedState keeps plain tensors only."
             )
+    check_dense(name, module)
     for key, buffer in module.named_buffers():
         if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
             raise StateError(

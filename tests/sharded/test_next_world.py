@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import nbelastic as nbe
 from nbelastic.errors import StateError
+from nbelastic.sharded.bound import bind_values
 from nbelastic.worker import ranks
 from tests.sharded.fake_world import fake_world
 from tests.sharded.test_commits import Session
@@ -167,6 +168,14 @@ def test_values_that_are_not_numbers_are_equal(monkeypatch):
 
 
 # ---- what no commit has ----
+
+
+def test_a_sparse_buffer_is_refused(monkeypatch):
+    """As of a graph's edges: torch does not copy its values in place."""
+    edges = nn.Linear(2, 2)
+    edges.register_buffer("edges", torch.eye(2).to_sparse())
+    with pytest.raises(StateError, match=r"model\.edges is a sparse tensor \(torch\.sparse_coo\)"):
+        bind_values({"model": edges}, set())
 
 
 def test_layers_that_come_after_bind_are_refused_by_the_next_commit(monkeypatch):
