@@ -170,7 +170,7 @@ def test_values_that_are_not_numbers_are_equal(monkeypatch):
 # ---- what no commit has ----
 
 
-def test_a_sparse_buffer_is_refused(monkeypatch):
+def test_a_sparse_buffer_is_refused():
     """As of a graph's edges: torch does not copy its values in place."""
     edges = nn.Linear(2, 2)
     edges.register_buffer("edges", torch.eye(2).to_sparse())
