@@ -160,3 +160,11 @@ def test_an_operation_that_gives_two_tensors_is_left_to_torch():
     with fake_world(1, 2) as mesh, WholeDraws():
         kept, mask = torch.native_dropout(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), 0.5, True)
         assert (local_tensor(kept).shape, local_tensor(mask).shape) == ((2, 2), (2, 2))
+
+
+def test_a_draw_from_probabilities_reads_them():
+    """Zeros give zeros, and ones give ones."""
+    with fake_world(0, 1) as mesh, WholeDraws():
+        wanted = torch.eye(8)
+        drawn = torch.bernoulli(distribute_tensor(wanted, mesh, [Shard(0)]))
+        assert torch.equal(local_tensor(drawn), wanted)
