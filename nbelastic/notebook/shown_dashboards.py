@@ -26,6 +26,7 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
         for other in others[: 1 - MOST_SESSIONS]:
             _shown.pop(other).close()
         _shown[key] = Dashboard(cluster)
+    _shown[key] = _shown.pop(key)  # the last one is that which was shown last
     return _shown[key]
 
 

@@ -27,15 +27,15 @@ def test_a_cluster_is_its_dashboard_in_a_notebook_and_text_in_a_terminal(ip, mon
 def test_a_front_end_that_was_reloaded_receives_a_widget_of_its_own(monkeypatch):
     """VS Code, once reloaded, does not ask the kernel for its widgets: it could not show that of before.
 
-    A page that is loaded again and again leaves no more than four widgets with updates of their own.
+    A page that is loaded again and again leaves no more than four widgets with updates of their own: those that were shown last.
     """
     cluster = FakeCluster("a:2").start()
     shown = []
-    for session in ("first", "first", "second", "third", "fourth", "fifth", "sixth"):
+    for session in ("first", "first", "second", "third", "first", "fourth", "fifth", "first", "sixth", "first"):
         shell = SimpleNamespace(get_parent=lambda session=session: {"header": {"session": session}})
         monkeypatch.setattr("IPython.get_ipython", lambda shell=shell: shell)
         shown.append(shown_dashboards.dashboard_of(cluster))
-    assert shown[0] is shown[1]
+    assert shown[0] is shown[1] is shown[-1]
     assert shown[0] is not shown[2]
     assert len(cluster.subscribers) == 4
     cluster.stop()
