@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+KNOWN = ("torch.", "nbelastic.state.")  # packages of samplers, gradient scalers and the like, which have no scheduler
 
 FORGOTTEN = (
     "{name} has a learning rate scheduler that is not in the state. A worker that joins begins its schedule anew, and then the "
@@ -26,11 +29,11 @@ def _is_scheduled(optimizer: Optimizer) -> bool:
 
 
 def _schedules(value: Any, optimizer: Optimizer) -> bool:
-    """Whether `value` is a scheduler of this optimizer, or an object with one, or may have one, as those of integrations."""
+    """Whether `value` is a scheduler of this optimizer, or an object that has one, or a program's own that may have one."""
     if isinstance(value, LRScheduler):
         return value.optimizer is optimizer
-    if type(value).__module__.startswith("nbelastic.integrations"):
+    held = getattr(value, "__dict__", {}).values()
+    if any(isinstance(one, LRScheduler) and one.optimizer is optimizer for one in held):
         return True
-    return any(
-        isinstance(one, LRScheduler) and one.optimizer is optimizer for one in getattr(value, "__dict__", {}).values()
-    )
+    is_known = isinstance(value, (Module, Optimizer)) or type(value).__module__.startswith(KNOWN)
+    return hasattr(value, "load_state_dict") and not is_known

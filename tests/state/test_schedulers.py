@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR, StepLR
 
-from nbelastic import TorchState
+from nbelastic import ElasticSampler, TorchState
 from nbelastic.state.schedulers import without_scheduler
 
 
@@ -42,6 +42,29 @@ def test_a_scheduler_in_the_state_is_not_named(make):
     assert without_scheduler({**values, "scheduler": scheduler}) == []
     assert without_scheduler({**values, "scheduler": SimpleNamespace(scheduler=scheduler)}) == []
     assert without_scheduler(parts() | {"step": 0}) == []
+
+
+class Several:
+    """A program's own: one schedule for each part of a model."""
+
+    def __init__(self, schedulers):
+        self.parts = [{"scheduler": one} for one in schedulers]
+
+    def state_dict(self):
+        return {"parts": [one["scheduler"].state_dict() for one in self.parts]}
+
+    def load_state_dict(self, state):
+        for one, part in zip(self.parts, state["parts"], strict=True):
+            one["scheduler"].load_state_dict(part)
+
+
+def test_an_object_of_the_programs_own_may_have_the_scheduler():
+    """However deep it keeps it. A sampler has none."""
+    values = parts()
+    several = Several([StepLR(values["optimizer"], 5)])
+    assert without_scheduler({**values, "schedule": several}) == []
+    others = {"sampler": ElasticSampler(range(4)), "scaler": torch.amp.GradScaler("cpu")}
+    assert without_scheduler({**values, **others}) == ["optimizer"]
 
 
 def test_each_optimizer_needs_its_own():
