@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbelastic.errors import StateError
+from nbelastic.sharded.parameters import plain_name
 from nbelastic.state import optimizers
 from nbelastic.state.checks import check_dense
 from nbelastic.state.contents import LARGE
@@ -28,7 +29,7 @@ def check_small(values: Mapping[str, Any]) -> None:
 
 
 class Layers(Layout):
-    """The names of parameters, and the layers that have some. FSDP2 sets other parameters of the same names meanwhile."""
+    """The plain names of parameters, and the layers that have some. FSDP2 sets other parameters of the same names meanwhile."""
 
     def check(self) -> None:
         """StateError if one was added, replaced or removed."""
@@ -39,7 +40,7 @@ class Layers(Layout):
             )
 
     def _has_the_same(self, other: Layout) -> bool:
-        mine, theirs = ([*map(list, one._names)] for one in (self, other))
+        mine, theirs = ([[*map(plain_name, names)] for names in one._names] for one in (self, other))
         return mine == theirs and _ids_with_parameters(self) == _ids_with_parameters(other)
 
 
@@ -52,16 +53,17 @@ def check_replicated(name: str, value: Any) -> None:
     if any(isinstance(tensor, DTensor) for tensor in optimizers.tensors_in(value)):
         raise StateError(
             f"{name} holds a tensor that is sharded over the ranks of this world (DTensor), which the next world cannot use: "
-            "give bind() the models and optimizers whose parameters these are, and keep an average in a model of its own."
+            "give bind() the models and optimizers whose parameters these are, and keep an average in a model of its own. "
+            "Of a norm that clip_grad_norm_ returns, keep norm.full_tensor().item()."
         )
 
 
 def check_attributes(name: str, optimizer: torch.optim.Optimizer, known: Collection[torch.Tensor]) -> None:
-    """StateError if an optimizer keeps sharded tensors as attributes of its own, which are in no commit."""
+    """StateError if an optimizer keeps sharded tensors as attributes of its own, which are in no commit. A number is not split."""
     for key, value in vars(optimizer).items():
         if key not in ("state", "param_groups", "defaults"):
             tensors = optimizers.tensors_in(value)
-            if any(isinstance(tensor, DTensor) and tensor not in known for tensor in tensors):
+            if any(isinstance(tensor, DTensor) and tensor.dim() and tensor not in known for tensor in tensors):
                 raise StateError(
                     f"{name} keeps sharded tensors in its attribute {key!r}, which no commit has: keep them in {name}.state, as "
                     "entries of the parameters."

@@ -26,10 +26,10 @@ Count = tuple[list[int] | None, int]  # of changes, as far as they are counted; 
 
 
 class Noted(NamedTuple):
-    """What all parameters had at a commit, by their order. `samples`: bytes."""
+    """What all parameters had at a commit, by their order. `samples`: bytes, for each device."""
 
     counts: list[Count]
-    samples: torch.Tensor
+    samples: list[torch.Tensor]
 
 
 class OutsideChanges:
@@ -40,7 +40,7 @@ class OutsideChanges:
         self._parameters = parameters
         self._looks = LOOKS
         self._places: list[int] = []  # of the values in memory that `_views` reads
-        self._views: list[torch.Tensor] = []
+        self._views: dict[torch.device, dict[str, torch.Tensor]] = {}
         self._noted: Noted | None = None
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -49,8 +49,11 @@ class OutsideChanges:
         counts = self._counts()
         places = [place for _, place in counts]
         if places != self._places:
-            self._places, self._views = places, [_sample(one) for one in self._parameters.values()]
-        self._noted = Noted(counts, torch.cat(self._views)) if self._views else None
+            self._places, self._views = places, {}
+            for name, one in self._parameters.items():
+                view = _sample(one)
+                self._views.setdefault(view.device, {})[name] = view
+        self._noted = Noted(counts, self._samples())
         self._copies = {
             name: local_tensor(self._parameters[name]).clone() for name in self.moving & self._parameters.keys()
         }
@@ -84,12 +87,15 @@ class OutsideChanges:
         pairs = zip(self._parameters, self._counts(), self._noted.counts, strict=True)
         changed = {name for name, now, then in pairs if now != then}
         if reads:
-            now, sizes = torch.cat(self._views), [view.numel() for view in self._views]
-            if not torch.equal(now, self._noted.samples):
-                parts = zip(now.split(sizes), self._noted.samples.split(sizes), strict=True)
-                differ = [not torch.equal(one, other) for one, other in parts]
-                changed |= {name for name, differs in zip(self._parameters, differ, strict=True) if differs}
+            for views, now, then in zip(self._views.values(), self._samples(), self._noted.samples, strict=True):
+                if not torch.equal(now, then):
+                    sizes = [view.numel() for view in views.values()]
+                    parts = zip(views, now.split(sizes), then.split(sizes), strict=True)
+                    changed |= {name for name, one, other in parts if not torch.equal(one, other)}
         return changed
+
+    def _samples(self) -> list[torch.Tensor]:
+        return [torch.cat([*views.values()]) for views in self._views.values()]
 
     def _counts(self) -> list[Count]:
         found = []
@@ -100,10 +106,13 @@ class OutsideChanges:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """The bytes of some elements, in the parameter's own memory: NaN differs from itself. Of one with gaps in memory none."""
+    """The bytes of some elements, in the parameter's own memory: NaN differs from itself. Of one with gaps in memory none.
+
+    Nor of one that is conjugated or negated as it is read.
+    """
     local = local_tensor(parameter)
     dense = local.permute(sorted(range(local.dim()), key=local.stride, reverse=True))
-    if not dense.is_contiguous():
+    if not dense.is_contiguous() or dense.is_conj() or dense.is_neg():
         return torch.empty(0, dtype=torch.uint8, device=local.device)
     flat = dense.view(-1)
     start = max(0, (flat.numel() - SAMPLE) // 2)

@@ -5,11 +5,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 
 import nbelastic as nbe
 from nbelastic.errors import StateError
 from nbelastic.sharded.bound import bind_values
+from nbelastic.sharded.outside_changes import OutsideChanges
 from nbelastic.worker import ranks
 from tests.sharded.fake_world import fake_world
 from tests.sharded.test_commits import Session
@@ -167,6 +169,23 @@ def test_values_that_are_not_numbers_are_equal(monkeypatch):
         enter()
 
 
+def test_parameters_of_several_devices_are_noted():
+    """As with layers that are offloaded to the host: torch joins no tensors of two devices, and the first commit failed."""
+    parameters = {"layer": nn.Parameter(torch.ones(3)), "offloaded": nn.Parameter(torch.ones(3, device="meta"))}
+    outside = OutsideChanges(parameters)
+    outside.note()
+    with torch.no_grad():
+        parameters["offloaded"].add_(1)
+    assert outside._changed(reads=False) == {"offloaded"}
+
+
+def test_conjugated_parameters_are_noted():
+    """They are computed as they are read, so they have no bytes to compare: changes are counted only."""
+    outside = OutsideChanges({"phases": nn.Parameter(torch.ones(3, dtype=torch.cfloat).conj())})
+    outside.note()
+    assert outside.find() is None
+
+
 # ---- what no commit has ----
 
 
@@ -221,3 +240,33 @@ def test_sharded_tensors_in_an_attribute_of_an_optimizer_are_refused(monkeypatch
         state.optimizer.slow = [one.detach().clone() for one in state.model[2].parameters()]
         with pytest.raises(StateError, match="optimizer keeps sharded tensors in its attribute 'slow'"):
             step(state)
+
+
+def test_a_number_in_an_attribute_of_an_optimizer_is_fine(monkeypatch):
+    """As the norm of the last gradients, which FSDP2 gives as a DTensor too: it is not split."""
+    with worlds(monkeypatch) as enter:
+        state = enter()
+        state.model(torch.ones(2, 4)).sum().backward()
+        state.optimizer.norm = nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+        step(state)
+        assert state.commits == 1
+
+
+def checkpointed(model):
+    apply_activation_checkpointing(model, check_fn=lambda layer: isinstance(layer, nn.Linear))
+
+
+def compiled(model):
+    model[1] = torch.compile(model[1], backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_layers_that_are_wrapped_after_bind(monkeypatch, wrap):
+    """Activation checkpointing and torch.compile add nothing that a commit lacks."""
+    with worlds(monkeypatch) as enter:
+        state = enter()
+        wrap(state.model)
+        step(state)
+        trained, state = state.model[2].bias.full_tensor().clone(), enter()
+        assert state.commits == 1
+        assert torch.equal(state.model[2].bias.full_tensor(), trained)
