@@ -29,11 +29,8 @@ def _is_scheduled(optimizer: Optimizer) -> bool:
 
 
 def _schedules(value: Any, optimizer: Optimizer) -> bool:
-    """Whether `value` is a scheduler of this optimizer, or an object that has one, or a program's own that may have one."""
+    """Whether `value` is a scheduler of this optimizer, or an object of a program or library that may have one in its state."""
     if isinstance(value, LRScheduler):
         return value.optimizer is optimizer
-    held = getattr(value, "__dict__", {}).values()
-    if any(isinstance(one, LRScheduler) and one.optimizer is optimizer for one in held):
-        return True
     is_known = isinstance(value, (Module, Optimizer)) or type(value).__module__.startswith(KNOWN)
     return hasattr(value, "load_state_dict") and not is_known
