@@ -66,7 +66,7 @@ def check_attributes(name: str, optimizer: torch.optim.Optimizer, known: Collect
             if any(isinstance(tensor, DTensor) and tensor.dim() and tensor not in known for tensor in tensors):
                 raise StateError(
                     f"{name} keeps sharded tensors in its attribute {key!r}, which no commit has: keep them in {name}.state, as "
-                    "entries of the parameters."
+                    "entries of the parameters. If no later step needs them, delete the attribute before commit()."
                 )
 
 
