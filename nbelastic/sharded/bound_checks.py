@@ -24,7 +24,7 @@ def check_small(values: Mapping[str, Any]) -> None:
             kind = type(value).__name__
             raise StateError(
                 f"{name} is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}: make it inside the elastic function, "
-                f"after fully_shard, and give it to bind({name}=…)."
+                f"after fully_shard, and give it to bind({name}=…) instead of ShardedState({name}=…)."
             )
 
 

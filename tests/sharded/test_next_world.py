@@ -215,7 +215,7 @@ def test_a_model_for_a_name_that_had_none_is_refused(monkeypatch):
     """It stayed that of the survivors, and newcomers had None."""
     with worlds(monkeypatch, best=None) as enter:
         state = enter()
-        with pytest.raises(StateError, match=r"best is a Linear: .* give it to bind\(best=…\)"):
+        with pytest.raises(StateError, match=r"best is a Linear: .* give it to bind\(best=…\) instead"):
             state.best = nn.Linear(4, 4)
         state.best = 0.5
         step(state)
