@@ -59,11 +59,11 @@ def _is_sharded(module: torch.nn.Module) -> bool:
 
 
 def check_dense(name: str, module: torch.nn.Module) -> None:
-    """StateError if a parameter or buffer is sparse: torch neither sends such tensors nor copies their values in place."""
+    """StateError if a parameter or buffer is sparse or the like: torch neither sends such tensors nor copies their values in place."""
     for key, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is not torch.strided:
             raise StateError(
-                f"{name}.{key} is a sparse tensor ({tensor.layout}), which a state cannot keep: if it stays as it is, make it a "
+                f"{name}.{key} is not a dense tensor ({tensor.layout}), which a state cannot keep: if it stays as it is, make it a "
                 f"plain attribute (self.{key.rpartition('.')[2]} = …) instead of a buffer or parameter."
             )
 

@@ -193,7 +193,7 @@ def test_a_sparse_buffer_is_refused():
     """As of a graph's edges: torch does not copy its values in place."""
     edges = nn.Linear(2, 2)
     edges.register_buffer("edges", torch.eye(2).to_sparse())
-    with pytest.raises(StateError, match=r"model\.edges is a sparse tensor \(torch\.sparse_coo\)"):
+    with pytest.raises(StateError, match=r"model\.edges is not a dense tensor \(torch\.sparse_coo\)"):
         bind_values({"model": edges}, set())
 
 
