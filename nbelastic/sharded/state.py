@@ -317,8 +317,9 @@ class ShardedState(State):
 
     def _small_message(self, commit: Commit) -> bytearray:
         """For ranks that did not make the chosen commit: its small values, and how its shards were split."""
-        logs, record = self._contents.named(StepLog), self._holdings.records[commit]
-        given = merged_small(record, self._session.programs.program, self._first_small, logs) if self._session else {}
+        assert self._session is not None
+        logs = self._contents.named(StepLog)
+        given = merged_small(self._holdings.records[commit], self._session.programs.program, self._first_small, logs)
         return to_bytes({**commit_message(self._holdings, commit), "given": given, "token": uuid.uuid4().hex})
 
     def _cell_ended(self, *, accepted: bool, changed: bool) -> None:  # noqa: ARG002
