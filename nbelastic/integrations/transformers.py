@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 
-from nbelastic.errors import UsageError
+from nbelastic.errors import StateError, UsageError
 from nbelastic.integrations.accelerate import OneGpuAccelerator, make_bare, renew_states
 from nbelastic.integrations.accelerate_sharding import sharding_plugin, unchanged_environment
 from nbelastic.integrations.elastic_trainer import ElasticTrainer, Run, Steps, data_of
@@ -22,6 +22,8 @@ from nbelastic.integrations.trainer_progress import USER_WORDS, TrainerProgress
 from nbelastic.integrations.trainer_sharding import Sharding, allow_fsdp
 from nbelastic.programs.elastic import elastic, frameworks
 from nbelastic.sharded.state import ShardedState
+from nbelastic.state.checks import check
+from nbelastic.state.contents import is_writable
 from nbelastic.state.state import TorchState
 from nbelastic.worker import ranks
 
@@ -57,7 +59,7 @@ def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
         state = ShardedState(**values)
         run = Run(state, progress, Sharding(trainer, state))
     else:
-        state = TorchState(model=trainer.model, optimizer=trainer.optimizer, **values, **_other_models(trainer))
+        state = TorchState(model=trainer.model, optimizer=trainer.optimizer, **(_other_models(trainer) | values))
         run = Run(state, progress)
     state._contents.user_words = USER_WORDS
     accumulated = trainer.args.gradient_accumulation_steps
@@ -68,15 +70,24 @@ def train(trainer: Trainer, *, global_batch: int | None = None) -> TrainOutput:
 def _other_models(trainer: Any) -> dict[str, torch.nn.Module]:
     """Models that it holds beside its own, by name: callbacks may move them, as a reference model that follows slowly.
 
-    Quantized ones are left out: nothing moves them, and a state keeps plain tensors.
+    What a state cannot keep is left out, as quantized models and metrics: nothing moves them.
     """
-    own, plain = set(_tensors(trainer.model)), (torch.Tensor, torch.nn.Parameter)
-    held = {name: [*_tensors(value)] for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
+    own = set(_tensors(trainer.model))
+    held = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
     return {
-        name: vars(trainer)[name]
-        for name, tensors in held.items()
-        if not name.startswith("_") and not own.issuperset(tensors) and all(type(one) in plain for one in tensors)
+        name: value for name, value in held.items() if not own.issuperset(_tensors(value)) and _can_be_kept(name, value)
     }
+
+
+def _can_be_kept(name: str, model: torch.nn.Module) -> bool:
+    plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta for one in _tensors(model))
+    if name.startswith("_") or hasattr(TorchState, name) or not plain:
+        return False
+    try:
+        check(name, model)
+    except StateError:
+        return False
+    return all(map(is_writable, model.parameters()))
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -101,7 +101,7 @@ class Contents:
         for own in self.buffers_of_layers:
             for key, tensor in own.items():
                 if tensor is not None:
-                    if not _is_writable(tensor):
+                    if not is_writable(tensor):
                         own[key] = tensor = tensor.clone(memory_format=torch.contiguous_format)  # noqa: PLW2901
                     found.append(tensor)
         return found
@@ -153,7 +153,7 @@ class Contents:
                 isinstance(value, torch.Tensor)
                 and _is_like(value, new)
                 and uses[_memory(value)] == 1
-                and _is_writable(value)
+                and is_writable(value)
             ):
                 with torch.no_grad():  # in place: an optimizer may hold this tensor
                     value.copy_(new)
@@ -242,7 +242,7 @@ class Contents:
         self.set_small(received["small"])
 
 
-def _is_writable(tensor: torch.Tensor) -> bool:
+def is_writable(tensor: torch.Tensor) -> bool:
     """Whether values can be written into it: not into the result of expand(), nor into a tensor of inference mode."""
     repeats = tensor.layout is torch.strided and tensor.numel() > 1 and 0 in tensor.stride()
     return not (repeats or tensor.is_inference())

@@ -156,6 +156,49 @@ def test_other_models_of_a_trainer_are_in_the_state(integration, make, monkeypat
     assert list(state._contents.named(torch.nn.Module)) == ["model", "ref_model"]
 
 
+def in_inference_mode():
+    with torch.inference_mode():
+        return torch.nn.Linear(1, 1)
+
+
+def graph():
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("edges", torch.eye(2).to_sparse())
+    return model
+
+
+def metric():
+    kind = type("Distance", (torch.nn.Linear,), {"__module__": "torchmetrics.image"})
+    return kind(1, 1)  # as one that compares what a network says of images
+
+
+def repeated():
+    model = torch.nn.Linear(1, 1)
+    model.weight = torch.nn.Parameter(torch.ones(1).expand(2, 1), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"distance": metric()},
+        {"graph": graph()},
+        {"teacher": in_inference_mode()},
+        {"teacher": repeated()},
+        {"teacher": torch.nn.Linear(1, 1, device="meta")},
+        {"report": torch.nn.Linear(1, 1), "progress": torch.nn.Linear(1, 1)},
+    ],
+    ids=["metric", "sparse", "inference mode", "repeated", "meta", "names"],
+)
+def test_what_a_state_cannot_keep_does_not_hinder_a_trainer(integration, make, monkeypatch, others):
+    """It is left out: such a Trainer was refused, or failed at the first break or newcomer. Some names are taken."""
+    monkeypatch.setattr(integration, "frameworks", lambda: SimpleNamespace(forget=lambda _: None))
+    monkeypatch.setattr(integration, "elastic", lambda _: lambda state, *_: state)
+    trainer = make()
+    vars(trainer).update(others)
+    assert list(integration.train(trainer)._contents.named(torch.nn.Module)) == ["model"]
+
+
 def test_an_evaluation_may_log_more_than_numbers(integration, make):
     """Such as a confusion matrix of `compute_metrics`: the step after it ended the job."""
     trainer, found = make(), integration.TrainerProgress()
