@@ -188,9 +188,10 @@ def merged(base: Any, present: Any, edited: Any, name: str = "", own: list[str] 
             key: merged(base[key], present[key], value, f"{name}.{key}", own) if known[key] else value
             for key, value in edited.items()
         }
-    if all(map(_are_groups, (base, present, edited))) and len(base) == len(present) == len(edited):
-        triples = enumerate(zip(base, present, edited, strict=True))
-        return [merged(*triple, f"{name}[{index}]" if len(edited) > 1 else name, own) for index, triple in triples]
+    if all(map(_are_groups, (base, present, edited))) and len(base) == len(edited) <= len(present):
+        triples = enumerate(zip(base, present, edited, strict=False))
+        found = [merged(*triple, f"{name}[{index}]" if len(edited) > 1 else name, own) for index, triple in triples]
+        return found + present[len(edited) :]
     own.append(name)
     return edited
 

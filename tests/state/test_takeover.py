@@ -94,6 +94,22 @@ def test_groups_that_were_added_are_taken_over(edited):
     assert torch.equal(own, theirs)
 
 
+def test_a_new_learning_rate_does_not_remove_groups_that_were_added():
+    """The new program's groups were taken as a whole, so what the loop had unfrozen was trained no longer."""
+
+    def late(lr):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        return nbe.TorchState(model=model, optimizer=torch.optim.AdamW(model[1].parameters(), lr=lr))
+
+    old, new = late(0.1), late(0.05)
+    base = initial_values(old)
+    old.optimizer.add_param_group({"params": list(old.model[0].parameters()), "lr": 0.02})
+    old.commit()
+    notes = take_over(new, old, base, initial_values(new)).notes
+    assert [group["lr"] for group in new.optimizer.param_groups] == [0.05, 0.02]
+    assert notes == ["the new program sets optimizer.lr"]
+
+
 def test_what_the_user_has_edited_counts():
     """A new learning rate is used, also under a scheduler; the schedule's position goes on. A note says what was set."""
     old, base = trained(lr=0.1, patience=3)
