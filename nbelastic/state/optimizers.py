@@ -54,7 +54,7 @@ def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
         for name in held.keys() - {"state", "param_groups", "defaults"}:
             value = held[name]
             items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-            held |= {f"{name}[{key!r}]": item for key, item in items}
+            held |= {f"{name}[{key!r}]": item for key, item in items if isinstance(item, Optimizer)}
     found = {name: value for name, value in held.items() if isinstance(value, Optimizer)}
     return {name: value for name, value in found.items() if value.state is not optimizer.state}
 

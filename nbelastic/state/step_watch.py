@@ -97,7 +97,8 @@ class StepWatch:
                 self._record().keep_entries(optimizer)
 
         self._watched.append(value)
-        if hasattr(getattr(value, "optimizer", value), "eval"):  # Accelerate's wrappers all have it
+        is_accelerated = type(value).__module__.startswith("accelerate.")  # these wrappers all have an eval()
+        if hasattr(value.optimizer if is_accelerated else value, "eval"):
             self.copying, self._changed_outside = self.copying or SWAPS, True
         if not optimizers.has_hooks(value):  # the steps of the one in it are seen; other changes are outside a step
             return
