@@ -29,8 +29,10 @@ def _is_scheduled(optimizer: Optimizer) -> bool:
 
 
 def _schedules(value: Any, optimizer: Optimizer) -> bool:
-    """Whether `value` is a scheduler of this optimizer, or an object of a program or library that may have one in its state."""
+    """Whether `value` is a scheduler of this optimizer or a scheduler's state, or an object that may have one in its state."""
     if isinstance(value, LRScheduler):
         return value.optimizer is optimizer
+    if isinstance(value, dict) and "last_epoch" in value:
+        return True
     is_known = isinstance(value, (Module, Optimizer)) or type(value).__module__.startswith(KNOWN)
     return hasattr(value, "load_state_dict") and not is_known

@@ -38,6 +38,7 @@ def test_a_scheduler_in_the_state_is_not_named(make):
     values = parts()
     scheduler = make(values["optimizer"])
     assert without_scheduler({**values, "scheduler": scheduler}) == []
+    assert without_scheduler({**values, "schedule": scheduler.state_dict()}) == []  # the function loads it
     assert without_scheduler(parts() | {"step": 0}) == []
 
 
