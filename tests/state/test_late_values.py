@@ -218,7 +218,7 @@ class Accelerated(Swapping):
 
 @pytest.mark.parametrize(("wrapper", "copies"), [(Swapping, True), (Accelerated, False)])
 def test_a_wrapper_that_swaps_weights_is_known_by_its_own_methods(begun, wrapper, copies):
-    """It was known by those of the optimizer in it, which has none: its first evaluation could not be undone."""
+    """It was known by those of the optimizer in it, which has none: copies began late, with a line that does not apply."""
     model, base = network()
     state = begun(TorchState(model=model, optimizer=wrapper(base), base=base))
     assert bool(state._steps.copying) is copies
