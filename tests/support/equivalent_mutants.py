@@ -74,7 +74,6 @@ KNOWN = [
         "before in source.state",
         "no optimizer keeps something for None",
     ),
-    ("state/takeover.py", "strict=True", "strict=False", "all three are of one length by then"),
     ("contents.py", "self.grouped = 0", "self.grouped = 1", "each state makes a survey before it is read"),
     ("gpus.py", "any((host.gpus for host in cluster.hosts.values()))", "True", "no worker has a GPU then"),
     ("checkpoints.py", "listed(self.folder)[:1]", "listed(self.folder)[:]", "the newest comes first"),
