@@ -21,12 +21,10 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
 
     close_ended(cluster)
     key = (cluster, _session())
-    if key not in _shown:
-        others = [other for other in _shown if other[0] is cluster]
-        for other in others[: 1 - MOST_SESSIONS]:
-            _shown.pop(other).close()
-        _shown[key] = Dashboard(cluster)
-    _shown[key] = _shown.pop(key)  # the last one is that which was shown last
+    others = [other for other in _shown if other[0] is cluster and other != key]
+    for other in others[: 1 - MOST_SESSIONS]:  # the first one was shown longest ago
+        _shown.pop(other).close()
+    _shown[key] = _shown.pop(key) if key in _shown else Dashboard(cluster)
     return _shown[key]
 
 

@@ -27,7 +27,6 @@ from nbelastic.sharded.parameters import (
     like,
     local_tensor,
     plain_name,
-    set_requires_grad,
 )
 from nbelastic.sharded.transfer import gather_bytes
 from nbelastic.state import optimizers
@@ -35,7 +34,8 @@ from nbelastic.state.backward_hooks import BackwardHook
 from nbelastic.state.caches import differing_caches
 from nbelastic.state.cuda_graphs import refuse_capture
 from nbelastic.state.extra_states import ExtraStates
-from nbelastic.state.optimizers import frozen
+from nbelastic.state.optimizers import frozen, grown
+from nbelastic.state.requires_grad import set_requires_grad
 from nbelastic.state.tensor_snapshot import clone_tensors
 from nbelastic.state.transfer import check_plain, describe
 from nbelastic.worker.formation import Formation
@@ -231,8 +231,7 @@ class Bound:
     def _add_groups(self, name: str, wanted: Mapping[str, Any]) -> None:
         """Add the groups that the optimizer `name` got during the training: the function makes it without them."""
         own, theirs = self.settings()[name]["names"], wanted["names"]
-        is_known = all(key in self.parameters for group in theirs for key in group)
-        if is_known and len(own) < len(theirs) and own == theirs[: len(own)]:
+        if len(own) < len(theirs) and grown(own, theirs, self.parameters) == theirs:
             optimizers.regroup(self.optimizers[name], dict(wanted), self._names)
 
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -15,10 +15,10 @@ from nbelastic.sharded.checkpoint_restoring import Restoring
 from nbelastic.sharded.checkpoints import ShardedPlan, Writer
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
-from nbelastic.sharded.parameters import requires_grad
 from nbelastic.sharded.transfer import broadcast_bytes, gather_bytes
 from nbelastic.sharded.whole_commits import Lost
 from nbelastic.state.checkpoints import Plan, as_folder, tell_other_requires_grad
+from nbelastic.state.requires_grad import requires_grad
 from nbelastic.state.transfer import from_bytes, to_bytes
 from nbelastic.system.log_line import print_line
 from nbelastic.worker.formation import Formation

@@ -9,10 +9,10 @@ from nbelastic.sharded.arena import Shard
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.bound_checks import check_replicated
 from nbelastic.sharded.chunks import Layout
-from nbelastic.sharded.parameters import requires_grad
 from nbelastic.sharded.whole_commits import Choice, Commit, Held, Origin, Statement
 from nbelastic.state.checks import frozen_value
 from nbelastic.state.contents import Contents
+from nbelastic.state.requires_grad import requires_grad
 from nbelastic.state.tensor_snapshot import clone_tensors
 
 Record = dict[str, Any]  # see `present_record` and `full_record`

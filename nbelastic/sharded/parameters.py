@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -58,18 +56,6 @@ def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def requires_grad(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, bool]:
-    """Whether each parameter is trained, by name."""
-    return {name: parameter.requires_grad for name, parameter in parameters.items()}
-
-
-def set_requires_grad(parameters: Mapping[str, torch.nn.Parameter], wanted: Mapping[str, bool]) -> None:
-    """The inverse of `requires_grad`. Parameters without a name in `wanted` stay as they are."""
-    for name, parameter in parameters.items():
-        if parameter.requires_grad != wanted.get(name, parameter.requires_grad):
-            parameter.requires_grad_(wanted[name])
 
 
 def has_local_gradients(model: torch.nn.Module) -> bool:

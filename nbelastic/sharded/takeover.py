@@ -16,8 +16,8 @@ from nbelastic.sharded.arena import ShardTensor
 from nbelastic.sharded.bound import Bound
 from nbelastic.sharded.chunks import Layout
 from nbelastic.sharded.holdings import Record
-from nbelastic.sharded.parameters import requires_grad
 from nbelastic.state.optimizers import grown
+from nbelastic.state.requires_grad import requires_grad
 from nbelastic.state.takeover import REQUIRES_GRAD, describe_taken, merge, merged
 from nbelastic.state.user_words import UserWords
 

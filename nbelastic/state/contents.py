@@ -17,6 +17,7 @@ from nbelastic.state.extra_states import ExtraStates
 from nbelastic.state.grad_scaler import is_grad_scaler
 from nbelastic.state.layout import Layout
 from nbelastic.state.optimizers import frozen
+from nbelastic.state.requires_grad import requires_grad, set_requires_grad
 from nbelastic.state.schedulers import FORGOTTEN, without_scheduler
 from nbelastic.state.step_log import StepLog
 from nbelastic.state.transfer import shape_of
@@ -124,13 +125,14 @@ class Contents:
 
     def requires_grad(self) -> dict[str, bool]:
         """Whether each parameter is trained, by name."""
-        return {name: parameter.requires_grad for parameter, name in self.names.items()}
+        return requires_grad(self._parameters())
 
     def set_requires_grad(self, wanted: Mapping[str, bool]) -> None:
         """The inverse of `requires_grad`. Parameters without a name in `wanted` stay as they are."""
-        for parameter, name in self.names.items():
-            if parameter.requires_grad != wanted.get(name, parameter.requires_grad):
-                parameter.requires_grad_(wanted[name])
+        set_requires_grad(self._parameters(), wanted)
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter for parameter, name in self.names.items()}
 
     def small(self, *, without: Collection[str] = ()) -> dict[str, Any]:
         """Counters, and the `state_dict()` of values that have one, by name. `without`: names to leave out."""
