@@ -17,7 +17,7 @@ from nbelastic.sharded.parameters import local_tensor
 from nbelastic.state.tensor_snapshot import versions
 
 SAMPLE = 64  # elements of each parameter
-LOOKS = 10  # steps before which samples are compared: on a GPU that waits for all that was begun
+LOOKS = 10  # steps before which samples are compared: that takes longer than to compare counts
 OUTSIDE = (
     "{name} changes between a commit and the next step: from now on, commits that are not copied have a copy of it. "
     "Change it between optimizer.step() and state.commit() to save that."

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 KNOWN = ("torch.", "nbelastic.state.")  # packages of samplers, gradient scalers and the like, which have no scheduler
 
 FORGOTTEN = (
-    "{name} has a learning rate scheduler that is not in the state. A worker that joins begins its schedule anew, and then the "
-    "ranks' models differ: give the scheduler to the state too, or set its position in the program."
+    "{name} has a learning rate scheduler that is not in the state. After a change of the world, workers that join (of a "
+    "sharded model: all) begin its schedule anew: give the scheduler to the state too, or set its position in the program."
 )
 
 
